@@ -1,0 +1,324 @@
+"""The stages of prove_ampere.py: each takes the checkpoint's and the result folder and returns a JSON-able dict."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import time
+import urllib.request
+from typing import TYPE_CHECKING, Any
+
+from prompts import token_ids
+
+if TYPE_CHECKING:
+    import pathlib
+    from collections.abc import Callable
+
+NEW_TOKENS = 64
+PORT = 18431
+
+
+def apply_disguise() -> None:
+    """The disguise's vLLM entry point covers the processes vLLM starts; this one covers ours."""
+    if os.environ.get("AMPERE_DISGUISE"):
+        import ampere_disguise
+
+        ampere_disguise.apply()
+
+
+def facts_of_machine() -> dict[str, Any]:
+    import torch
+    import triton
+
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "lowering": f"sm{os.environ['AMPERE_DISGUISE'].replace('.', '')}"
+        if os.environ.get("AMPERE_DISGUISE")
+        else "native",
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "cores": os.cpu_count(),
+    }
+
+
+class Engine:
+    """A vLLM engine in this process with what the stages ask of it."""
+
+    def __init__(self, model: pathlib.Path, **options: Any) -> None:
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        apply_disguise()
+        from vllm import LLM
+
+        start = time.time()
+        self.llm = LLM(model=str(model), **options)
+        self.boot_s = round(time.time() - start, 1)
+        self.prompts = token_ids(self.llm.get_tokenizer())
+
+    def generate(self, prompts: list[list[int]], tokens: int = NEW_TOKENS, **options: Any) -> list[Any]:
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=1, **options)
+        return self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+
+    def result(self, **facts: Any) -> dict[str, Any]:
+        return {**facts_of_machine(), "facts": {"boot_s": self.boot_s, **facts}}
+
+
+def tokens_of(outputs: list[Any]) -> list[list[int]]:
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def require_finite(outputs: list[Any], tokens: int = NEW_TOKENS) -> int:
+    """Every output is complete and every log-probability a number; returns how many were looked at."""
+    seen = 0
+    for output in outputs:
+        completion = output.outputs[0]
+        if len(completion.token_ids) != tokens:
+            raise AssertionError(f"{len(completion.token_ids)} tokens instead of {tokens}")
+        for step in completion.logprobs:
+            for entry in step.values():
+                if not math.isfinite(entry.logprob):
+                    raise AssertionError(f"log-probability {entry.logprob}")
+                seen += 1
+    return seen
+
+
+def checkpoint(model: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
+    from deepinfer_sm80.model.checkpoint import write_checkpoint
+    from deepinfer_sm80.model.config import preset
+
+    if not (model / "config.json").exists():
+        write_checkpoint(model, preset("tiny"), seed=0)
+    return {"facts": {"GB": round(sum(f.stat().st_size for f in model.iterdir()) / 1e9, 2)}}
+
+
+def register(model: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
+    """Entry points in fresh processes: light to import, harmless to repeat, with VLLM_PLUGINS naming it or not."""
+    light = "import sys, deepinfer_sm80, deepinfer_sm80.vllm_plugin; assert not {'torch', 'vllm', 'triton'} & set(sys.modules)"
+    repeated = (
+        "import multiprocessing as m\n"
+        "def child():\n"
+        "    from vllm.plugins import load_general_plugins; load_general_plugins()\n"
+        "    from deepinfer_sm80.vllm_plugin import register; [register() for _ in range(3)]\n"
+        "    from vllm import ModelRegistry; print(ModelRegistry.models['DeepseekV41ForCausalLM'].module_name)\n"
+        "    import torch; assert not torch.cuda.is_initialized()\n"
+        "if __name__ == '__main__':\n"
+        "    p = m.get_context('spawn').Process(target=child); p.start(); p.join(); raise SystemExit(p.exitcode)\n"
+    )
+    script = out / "register_probe.py"
+    script.write_text(repeated)
+    subprocess.run([sys.executable, "-c", light], check=True)
+    probes = []
+    for plugins in (None, "ampere_disguise,deepinfer_sm80", "ampere_disguise", ""):
+        environment = {key: value for key, value in os.environ.items() if key != "VLLM_PLUGINS"}
+        if plugins is not None:
+            environment["VLLM_PLUGINS"] = plugins
+        probes.append(subprocess.Popen([sys.executable, script], env=environment, stdout=subprocess.PIPE, text=True))
+    answers = [probe.communicate()[0].split() for probe in probes]
+    if any(probe.returncode for probe in probes):
+        raise AssertionError(f"exit codes {[probe.returncode for probe in probes]}, answers {answers}")
+    seen = [answer[-1] for answer in answers]
+    return {"facts": {"registered": seen[0], "runs": len(seen) * 3}, "seen": seen, **facts_of_machine()}
+
+
+def _generates(engine: Engine) -> dict[str, Any]:
+    one = engine.generate(engine.prompts[5:6])
+    engine.llm.reset_prefix_cache()  # a hit on the first prompt would make the two runs different work
+    eight = engine.generate(engine.prompts)
+    looked_at = require_finite(one) + require_finite(eight)
+    engine.llm.reset_prefix_cache()
+    again = engine.generate(engine.prompts)
+    if tokens_of(again) != tokens_of(eight):
+        first = [next((i for i, (a, b) in enumerate(zip(x, y, strict=True)) if a != b), None) for x, y in zip(tokens_of(again), tokens_of(eight), strict=True)]
+        raise AssertionError(f"a repeated greedy run gave other tokens, first at {first}")
+    return engine.result(prompts="1 and 8", logprobs_finite=looked_at, repeat="same tokens") | {
+        "tokens": tokens_of(eight)
+    }
+
+
+def eager(model: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
+    return _generates(Engine(model, enforce_eager=True))
+
+
+def graphs(model: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
+    return _generates(Engine(model))
+
+
+def chunked(model: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
+    engine = Engine(model, max_num_batched_tokens=512, enforce_eager=True)
+    outputs = engine.generate(engine.prompts)
+    return engine.result(chunk=512, longest=max(map(len, engine.prompts)), logprobs_finite=require_finite(outputs))
+
+
+def prefix(model: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
+    engine = Engine(model, enforce_eager=True)
+    head = engine.prompts[-1]
+    require_finite(engine.generate([head]))
+    hit = engine.generate([head[:2000] + engine.prompts[3]])
+    cached = hit[0].num_cached_tokens
+    if not cached:
+        raise AssertionError("no cached tokens on a shared prefix of 2,000")
+    return engine.result(cached_tokens=cached, logprobs_finite=require_finite(hit))
+
+
+def dspark(model: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
+    engine = Engine(
+        model, speculative_config={"method": "dspark", "num_speculative_tokens": 5}, disable_log_stats=False
+    )
+    outputs = engine.generate(engine.prompts)
+    looked_at = require_finite(outputs)
+    counters = {m.name: getattr(m, "value", None) for m in engine.llm.get_metrics() if "spec_decode" in m.name}
+    drafted = counters.get("vllm:spec_decode_num_draft_tokens")
+    accepted = counters.get("vllm:spec_decode_num_accepted_tokens")
+    return engine.result(K=5, drafted=drafted, accepted=accepted, logprobs_finite=looked_at) | {
+        "tokens": tokens_of(outputs)
+    }
+
+
+def serve(model: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
+    """``vllm serve DIR`` with no option of ours, asked over HTTP."""
+    apply_disguise()
+    from transformers import AutoTokenizer
+
+    prompts = token_ids(AutoTokenizer.from_pretrained(model))
+    log = (out / "serve-server.log").open("w")
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--port", str(PORT)]
+    start = time.time()
+    server = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+    try:
+        while True:
+            if server.poll() is not None:
+                tail = "\n".join((out / "serve-server.log").read_text().splitlines()[-40:])
+                raise AssertionError(f"the server stopped with {server.returncode}:\n{tail}")
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{PORT}/health", timeout=2)
+                break
+            except OSError:
+                time.sleep(1)
+        boot_s = round(time.time() - start, 1)
+        body = {
+            "model": str(model),
+            "prompt": prompts,
+            "max_tokens": NEW_TOKENS,
+            "temperature": 0,
+            "ignore_eos": True,
+            "logprobs": 1,
+        }
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{PORT}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        answer = json.load(urllib.request.urlopen(request, timeout=300))
+    finally:
+        server.terminate()
+        server.wait(60)
+    values = [value for choice in answer["choices"] for value in choice["logprobs"]["token_logprobs"]]
+    if len(values) != NEW_TOKENS * len(prompts) or not all(map(math.isfinite, values)):
+        raise AssertionError(f"{len(values)} log-probabilities, finite: {all(map(math.isfinite, values))}")
+    return {"facts": {"boot_s": boot_s, "prompts": len(prompts), "logprobs_finite": len(values)}, **facts_of_machine()}
+
+
+def _logprobs(model: pathlib.Path, out: pathlib.Path, arm: str) -> dict[str, Any]:
+    """Log-probability of every prompt token, one prompt per step, with what was chosen on the way."""
+    import torch
+    from recording import Recorder
+
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    apply_disguise()
+    recorder = Recorder()
+    recorder.install()
+    engine = Engine(
+        model, enforce_eager=True, enable_prefix_caching=False, swa_bounded_replay=False, max_num_batched_tokens=8192
+    )
+    saved, total = [], 0.0
+    for prompt in [*engine.prompts[2:], *token_ids(engine.llm.get_tokenizer(), (2048, 4096), start=150_000)]:
+        with recorder.recording():
+            output = engine.generate([prompt], 1, prompt_logprobs=0)[0]
+        values = [step[token].logprob for token, step in zip(prompt[1:], output.prompt_logprobs[1:], strict=True)]
+        if not all(map(math.isfinite, values)):
+            raise AssertionError("a prompt log-probability is not finite")
+        total += sum(values)
+        saved.append(
+            {
+                "logprobs": torch.tensor(values),
+                "experts": recorder.experts,
+                "topk": recorder.topk,
+                "margins": recorder.margins,
+            }
+        )
+    torch.save(saved, out / f"logprobs-{arm}.pt")
+    count = sum(len(entry["logprobs"]) for entry in saved)
+    return engine.result(tokens=count, mean_nll=round(-total / count, 4))
+
+
+def logprobs_plugin(model: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
+    return _logprobs(model, out, "plugin")
+
+
+def logprobs_stock(model: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
+    return _logprobs(model, out, "stock")
+
+
+def compare(model: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
+    """The two arms' prompt log-probabilities, token by token, and what the outliers chose differently."""
+    import torch
+
+    arms = [torch.load(out / f"logprobs-{arm}.pt") for arm in ("plugin", "stock")]
+    differences: list[float] = []
+    flipped_rows: list[bool] = []
+    largest: list[dict[str, Any]] = []
+    for number, (ours, theirs) in enumerate(zip(*arms, strict=True)):
+        gap = (ours["logprobs"] - theirs["logprobs"]).abs()
+        rows = gap.numel()
+        experts = {k: (ours["experts"][k] != theirs["experts"][k]).any(-1)[:rows] for k in theirs["experts"]}
+        topk = {k: (ours["topk"][k] != theirs["topk"][k]).any(-1)[:rows] for k in theirs["topk"]}
+        any_flip = torch.stack([*experts.values(), *topk.values()]).any(0)
+        differences += gap.tolist()
+        flipped_rows += any_flip.tolist()
+        for row in gap.topk(min(3, rows)).indices.tolist():
+            largest.append(
+                {
+                    "prompt": number,
+                    "position": row,
+                    "difference": round(gap[row].item(), 4),
+                    "experts_flipped_in_layers": [k for k, v in experts.items() if v[row]],
+                    "topk_flipped_in_layers": [k for k, v in topk.items() if v[row]],
+                }
+            )
+    ordered = sorted(differences)
+
+    def quantile(q: float) -> float:
+        return round(ordered[min(len(ordered) - 1, int(q * len(ordered)))], 5)
+
+    same = [d for d, flip in zip(differences, flipped_rows, strict=True) if not flip]
+    mean = statistics.fmean(differences)
+    largest.sort(key=lambda entry: -entry["difference"])
+    facts = {
+        "tokens": len(differences),
+        "mean": round(mean, 5),
+        "p50": quantile(0.5),
+        "p90": quantile(0.9),
+        "p99": quantile(0.99),
+        "largest": round(ordered[-1], 4),
+        "rows_with_a_flip": f"{sum(flipped_rows) / len(flipped_rows):.1%}",
+        "mean_without_flip": round(statistics.fmean(same), 5) if same else None,
+    }
+    return {"ok": mean <= 0.02, "facts": facts, "largest": largest[:12], "allowed_mean": 0.02}
+
+
+FUNCTIONS: dict[str, Callable[[pathlib.Path, pathlib.Path], dict[str, Any]]] = {
+    "checkpoint": checkpoint,
+    "register": register,
+    "eager": eager,
+    "graphs": graphs,
+    "chunked": chunked,
+    "prefix": prefix,
+    "dspark": dspark,
+    "serve": serve,
+    "logprobs-plugin": logprobs_plugin,
+    "logprobs-stock": logprobs_stock,
+    "compare": compare,
+}

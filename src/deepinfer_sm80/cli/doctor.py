@@ -1,0 +1,106 @@
+"""``deepinfer-sm80 doctor``: what is installed here, and whether vLLM would serve DeepSeek-V4.1 with this package."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from typing import TYPE_CHECKING
+
+from deepinfer_sm80 import __version__
+from deepinfer_sm80.hardware import LIMITS, current_gpu
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable
+
+PLUGIN = "deepinfer_sm80"
+GIB = 2**30
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    subparsers.add_parser("doctor", help="say what is installed and whether vLLM would serve with this package here")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print one line per finding and a verdict. Returns 0 when a vLLM started here would use this package, else 1."""
+    del args
+    verdict, ok = _verdict()
+    lines = {
+        "deepinfer-sm80": __version__,
+        "python": platform.python_version(),
+        "torch": _version("torch"),
+        "triton": _version("triton"),
+        "vllm": _vllm(),
+        "gpu": _gpu(),
+        "entry point": _entry_point(),
+        "verdict": verdict,
+    }
+    for name, finding in lines.items():
+        print(f"{name:14}  {finding}")
+    return 0 if ok else 1
+
+
+def plugin_decision() -> tuple[bool, str]:
+    """Whether the plugin would act on the GPU and the vLLM of this machine, and why."""
+    from deepinfer_sm80.vllm_plugin.activation import decide
+    from deepinfer_sm80.vllm_plugin.window import installed_vllm
+
+    gpu = current_gpu()
+    decision = decide(gpu.capability if gpu else None, installed_vllm())
+    return decision.active, decision.reason
+
+
+def _verdict() -> tuple[str, bool]:
+    active, reason = plugin_decision()
+    if not active:
+        return f"vLLM would not serve with this package: {reason}", False
+    for problem in (_not_found_by_vllm, _filtered_by_vllm):
+        found = problem()
+        if found:
+            return f"vLLM would not load this package: {found}", False
+    return f"vLLM would serve DeepSeek-V4.1 with this package: {reason}", True
+
+
+def _not_found_by_vllm() -> str | None:
+    if entry_points(group="vllm.general_plugins", name=PLUGIN):
+        return None
+    return "it is importable but not installed, so vLLM cannot find it; install it with pip"
+
+
+def _filtered_by_vllm() -> str | None:
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is None or PLUGIN in allowed.split(","):
+        return None
+    return f"VLLM_PLUGINS={allowed} leaves it out; add {PLUGIN}"
+
+
+def _entry_point() -> str:
+    checks: tuple[Callable[[], str | None], ...] = (_not_found_by_vllm, _filtered_by_vllm)
+    return next((found for check in checks if (found := check())), "visible to vLLM")
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _vllm() -> str:
+    from deepinfer_sm80.vllm_plugin.window import SUPPORTED_VLLM, installed_vllm, is_supported
+
+    found = installed_vllm()
+    if found is None:
+        return f"not installed (supported: {SUPPORTED_VLLM})"
+    return f"{found} ({'supported' if is_supported(found) else f'not supported; supported: {SUPPORTED_VLLM}'})"
+
+
+def _gpu() -> str:
+    gpu = current_gpu()
+    if gpu is None:
+        return "none visible"
+    major, minor = gpu.capability
+    text = f"{gpu.name}, compute capability {major}.{minor}, {gpu.memory / GIB:.1f} GiB"
+    found = LIMITS.get(gpu.capability)
+    return text if found is None else f"{text}, {found.smem_per_cta:,} bytes of shared memory per block"

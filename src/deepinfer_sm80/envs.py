@@ -1,0 +1,44 @@
+"""Every environment variable this package reads. The table in docs/environment.md is written from this file.
+
+A variable is an object that reads the environment when called, ``envs.DEEPINFER_FORCE()``, so a process may set it
+after the import. Standard library only: vLLM loads the plugin in every process it starts.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from deepinfer_sm80.errors import EnvironmentValueError
+
+
+@dataclass(frozen=True, slots=True)
+class Switch:
+    """A variable that is 1 (on) or 0 (off); unset or empty means ``default``. Anything else raises, naming it."""
+
+    name: str
+    meaning: str
+    default: bool = False
+
+    def __call__(self) -> bool:
+        text = os.environ.get(self.name, "").strip()
+        if text not in ("", "0", "1"):
+            raise EnvironmentValueError(name=self.name, allowed="0 or 1", got=text, default=int(self.default))
+        return self.default if text == "" else text == "1"
+
+
+DEEPINFER_DISABLE = Switch(
+    "DEEPINFER_DISABLE", "1: the plugin registers nothing and vLLM runs as if it were not installed."
+)
+DEEPINFER_FORCE = Switch(
+    "DEEPINFER_FORCE",
+    "1: the plugin acts although the GPU is not of compute capability 8.x. For development: nothing but 8.x is tested.",
+)
+
+VARIABLES: tuple[Switch, ...] = (DEEPINFER_DISABLE, DEEPINFER_FORCE)
+
+
+def markdown() -> str:
+    """The table of docs/environment.md."""
+    rows = [f"| `{v.name}` | {int(v.default)} | {v.meaning} |" for v in VARIABLES]
+    return "\n".join(["| variable | default | meaning |", "|---|---|---|", *rows])

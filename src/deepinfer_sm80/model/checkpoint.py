@@ -1,0 +1,237 @@
+"""Writing and reading checkpoints in the released DeepSeek-V4.1 form: safetensors shards, index, config, tokenizer."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import json
+import math
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from deepinfer_sm80.errors import CheckpointError, DeepInferError
+from deepinfer_sm80.model import safetensors_file
+from deepinfer_sm80.model.requirements import require
+from deepinfer_sm80.model.schema import Tensors, expected_tensors
+from deepinfer_sm80.model.tokenizer_files import tokenizer_files
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    import torch
+
+    from deepinfer_sm80.model.config import ModelConfig
+
+INDEX = "model.safetensors.index.json"
+SHARD_BYTES = 500_000_000
+
+_HEADROOM = 64_000_000  # tokenizer, headers, index: never more than this
+
+
+@dataclasses.dataclass(frozen=True)
+class Written:
+    """What ``write_checkpoint`` left: the directory, its number of files, their bytes and the seconds it took."""
+
+    path: Path
+    files: int
+    bytes: int
+    seconds: float
+
+
+def write_checkpoint(
+    directory: str | Path, config: ModelConfig, seed: int = 0, progress: Callable[[str], None] | None = None
+) -> Written:
+    """Writes a random checkpoint of ``config`` that vLLM loads, and returns what was written.
+
+    The same seed and PyTorch build give the same bits. Everything goes into a sibling directory that takes the name
+    ``directory`` only when it is complete and on disk; any failure removes it. ``progress`` gets one line a shard.
+
+    Raises CheckpointError if ``directory`` exists and is not empty, cannot be written or does not fit on the disk;
+    MissingPackageError if the packages of the ``checkpoint`` extra are not installed.
+    """
+    started, target = time.monotonic(), Path(directory).expanduser().absolute()
+    shards = _plan(expected_tensors(config))
+    texts = {**tokenizer_files(config), **_json_files(config, shards)}
+    with _failures_explained(target):
+        _check_target(target, sum(map(_shard_bytes, shards.values())))
+        partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
+        partial.mkdir()
+        try:
+            size = sum(_write_text(partial / name, text) for name, text in texts.items())
+            size += _write_shards(partial, config, shards, seed, progress)
+            _sync_directory(partial)
+            partial.rename(target)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+        _sync_directory(target.parent)
+    return Written(target, len(shards) + len(texts), size, time.monotonic() - started)
+
+
+def read_headers(directory: str | Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Name -> (safetensors dtype, shape) of every tensor in ``directory``, from the headers alone.
+
+    Raises CheckpointError if there are no shards, a shard is damaged, or the index disagrees with the shards.
+    """
+    return {name: entry for name, (_, entry, _) in _locate(Path(directory)).items()}
+
+
+def load_tensor(directory: str | Path, name: str) -> torch.Tensor:
+    """One tensor on the CPU: BF16 as bfloat16, F32 as float32; F8_E4M3, F8_E8M0 and I8 as their uint8 codes.
+
+    Reads every header each time; ``Reader`` reads them once. Raises CheckpointError for an unknown name.
+    """
+    return Reader(directory).load(name)
+
+
+class Reader:
+    """The tensors of one checkpoint directory; ``headers`` is what ``read_headers`` returns."""
+
+    def __init__(self, directory: str | Path) -> None:
+        """Raises CheckpointError like ``read_headers``."""
+        self.path = Path(directory)
+        self._places = _locate(self.path)
+        self.headers = {name: entry for name, (_, entry, _) in self._places.items()}
+
+    def load(self, name: str) -> torch.Tensor:
+        """As ``load_tensor``."""
+        require("torch")
+        import torch
+
+        if name not in self._places:
+            raise CheckpointError(
+                path=self.path, problem=f"it has no tensor {name}", remedy="See read_headers for the names it has"
+            )
+        file, entry, offset = self._places[name]
+        dtype = {"BF16": torch.bfloat16, "F32": torch.float32}.get(entry[0], torch.uint8)
+        if not math.prod(entry[1]):
+            return torch.empty(entry[1], dtype=dtype)
+        buffer = bytearray(safetensors_file.tensor_bytes(entry))
+        with file.open("rb") as stream:
+            stream.seek(offset)
+            if stream.readinto(buffer) != len(buffer):
+                raise CheckpointError(path=file, problem=f"{name} is cut off", remedy="Download or write it again")
+        return torch.frombuffer(buffer, dtype=dtype).reshape(entry[1])
+
+
+def _locate(directory: Path) -> dict[str, tuple[Path, safetensors_file.Entry, int]]:
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        remedy = "Name a directory with a downloaded checkpoint, or one made by: deepinfer-sm80 make-checkpoint"
+        raise CheckpointError(path=directory, problem="there are no *.safetensors files here", remedy=remedy)
+    places = {}
+    for file in files:
+        for name, (entry, offset) in safetensors_file.read_header(file).items():
+            places[name] = (file, entry, offset)
+    index = directory / INDEX
+    if index.exists():
+        listed = json.loads(index.read_text())["weight_map"]
+        absent = [name for name, file in listed.items() if name not in places or places[name][0].name != file]
+        if absent:
+            problem = (
+                f"{len(absent)} tensors of the index are not in the file it names ({absent[0]} in {listed[absent[0]]})"
+            )
+            raise CheckpointError(path=directory, problem=problem, remedy="Download the missing shards")
+    return places
+
+
+def _plan(tensors: Tensors) -> dict[str, Tensors]:
+    """Shard file name -> its tensors, in order, closed at SHARD_BYTES; a weight and its scale stay together."""
+    shards: list[Tensors] = [{}]
+    filled = 0
+    for name, entry in tensors.items():
+        size = safetensors_file.tensor_bytes(entry)
+        if shards[-1] and filled + size > SHARD_BYTES and not name.endswith(".scale"):
+            shards.append({})
+            filled = 0
+        shards[-1][name] = entry
+        filled += size
+    return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": shard for i, shard in enumerate(shards, 1)}
+
+
+def _shard_bytes(shard: Tensors) -> int:
+    return sum(map(safetensors_file.tensor_bytes, shard.values()))
+
+
+def _json_files(config: ModelConfig, shards: dict[str, Tensors]) -> dict[str, str]:
+    generation = {"bos_token_id": config.bos_token_id, "eos_token_id": config.eos_token_id}
+    index = {
+        "metadata": {"total_size": sum(map(_shard_bytes, shards.values()))},
+        "weight_map": {name: file for file, shard in shards.items() for name in shard},
+    }
+    files = {"config.json": config.to_config_json(), "generation_config.json": generation, INDEX: index}
+    return {name: json.dumps(content, indent=2) + "\n" for name, content in files.items()}
+
+
+def _write_shards(
+    directory: Path,
+    config: ModelConfig,
+    shards: dict[str, Tensors],
+    seed: int,
+    progress: Callable[[str], None] | None,
+) -> int:
+    require("torch"), require("numpy")  # numpy carries the tensors' bytes to the files
+    from deepinfer_sm80.model.weights import random_tensors
+
+    total = 0
+    for number, (file, shard) in enumerate(shards.items(), 1):
+        data = ((name, _raw(tensor)) for name, tensor in random_tensors(config, shard, seed))
+        total += safetensors_file.write(directory / file, shard, data)
+        if progress:
+            progress(f"{file}: {len(shard)} tensors, {_shard_bytes(shard) / 1e9:.2f} GB ({number} of {len(shards)})")
+    return total
+
+
+def _raw(tensor: torch.Tensor) -> Any:
+    """The bytes of a CPU tensor as a buffer that keeps the tensor alive."""
+    return tensor.contiguous().view(require("torch").uint8).flatten().numpy()
+
+
+def _write_text(path: Path, text: str) -> int:
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    return path.stat().st_size
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _check_target(target: Path, size: int) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        kind = "a directory that is not empty" if target.is_dir() else "a file"
+        raise CheckpointError(path=target, problem=f"this is {kind}", remedy="Remove it or name another directory")
+    free = shutil.disk_usage(target.parent).free
+    if free < size + _HEADROOM:
+        raise CheckpointError(
+            path=target,
+            problem=f"it needs {(size + _HEADROOM) / 1e9:.2f} GB and the disk has {free / 1e9:.2f} GB free",
+            remedy="Free some space or name a directory on another disk",
+        )
+
+
+@contextlib.contextmanager
+def _failures_explained(target: Path) -> Iterator[None]:
+    """Turns an OSError of the file system into one sentence with a remedy."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, DeepInferError):
+            raise
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        remedy = "Free some space" if full else "Check that you may write there"
+        raise CheckpointError(
+            path=target,
+            problem=f"it could not be written ({error.strerror or error})",
+            remedy=f"{remedy}, or name a directory on another disk; nothing was left behind",
+        ) from error

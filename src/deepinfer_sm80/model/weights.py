@@ -1,0 +1,135 @@
+"""Random weights that keep a DeepSeek-V4.1 alive: every part of the model changes the logits, none drowns the rest.
+
+A weight is a gaussian; only its gain is chosen, as (standard deviation of the output for an input of unit RMS).
+With fan-in K that is a standard deviation of gain / sqrt(K). The gains that are not 1, and why:
+
+    attn.wq_b          QUERY: scores with this standard deviation concentrate a softmax over hundreds of rows on 20-40
+    attn_sink          near the log-sum-exp of such a row of scores, so that sinks take 10 to 40 percent
+    attn.wo_a          makes up for the average over those rows (RMS 0.3): attention and experts add alike
+    w1, w3             EXPERT, in routed and shared experts: gate and up pass the clamp at 10 in a few percent of the values
+    compressor.wgate   pooling of two tokens by a softmax that is neither an average nor a choice
+    hc_*_base          mixtures close enough to permutations that the four streams stay different
+
+Generators are seeded by (seed, tensor name) alone: a tensor does not depend on what else is written.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import zlib
+from typing import TYPE_CHECKING
+
+import torch
+
+from deepinfer_sm80.errors import CheckpointError
+from deepinfer_sm80.ops.formats import fp8_block, mxfp4
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from deepinfer_sm80.model.config import ModelConfig
+    from deepinfer_sm80.model.schema import Tensors
+
+QUERY = 1.4
+SINK_MEAN, SINK_STD = 5.0, 1.0
+EXPERT = 4.5
+LOGITS = 2.0
+SUBLAYER = 0.6
+
+# RMS of clamped silu(g) * u for g and u of standard deviation EXPERT, see tests/model/test_weights.py.
+ACTIVATION_RMS = 13.0
+
+_STRIPE = 1 << 21  # gaussians in flight: a stripe of 8 MB stays near the cache
+_TABLE_LARGEST_CODE = 0x3F  # E4M3 codes 0x00..0x3F: magnitudes 0 .. 1.875, no NaN
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """Gaussians ``mean + std * randn``; with ``per_fan_in`` std is a gain and divided by sqrt(last dimension)."""
+
+    std: float
+    mean: float = 0.0
+    per_fan_in: bool = False
+
+
+def _gain(gain: float) -> Recipe:
+    return Recipe(gain, per_fan_in=True)
+
+
+# First match wins. Patterns are shell patterns on the tensor name.
+RECIPES: tuple[tuple[str, Recipe], ...] = (
+    ("*norm.weight", Recipe(0.1, mean=1.0)),
+    ("embed.weight", Recipe(1.0)),
+    ("head.weight", _gain(LOGITS)),
+    ("*.markov_head.embed.weight", Recipe(1.0)),
+    ("*.attn_sink", Recipe(SINK_STD, mean=SINK_MEAN)),
+    ("*.attn.wq_b.weight", _gain(QUERY)),
+    ("*.attn.wo_a.weight", _gain(4.0)),
+    ("*.compressor.wgate.weight", _gain(2.0)),
+    ("*.gate.bias", Recipe(0.3)),
+    ("*.gate.bias_vl", Recipe(0.3)),
+    ("*.gate.weight", _gain(2.0)),
+    ("*.w[13].weight", _gain(EXPERT)),
+    ("*.w2.weight", _gain(SUBLAYER / ACTIVATION_RMS)),
+    ("*.engram.[qk]_weight", Recipe(0.3, mean=1.0)),
+    ("*.engram.wkv.weight", _gain(1.0)),
+    ("*.hc_*_scale", Recipe(0.1, mean=1.0)),
+    ("*.hc_*_base", Recipe(2.0)),
+    ("*.weight", _gain(1.0)),
+    ("*.hc_*_fn", _gain(1.0)),
+)
+
+
+def recipe(name: str) -> Recipe:
+    """The recipe of a tensor by its released name. Raises CheckpointError for a name without one."""
+    for pattern, found in RECIPES:
+        if fnmatch.fnmatchcase(name, pattern):
+            return found
+    raise CheckpointError(path="weights", problem=f"no recipe for {name}", remedy="Add one to model/weights.py")
+
+
+def random_tensors(config: ModelConfig, tensors: Tensors, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor on the CPU) for every entry of ``tensors``, in its order.
+
+    BF16 as bfloat16, F32 as float32, everything else as uint8 codes of the shape in ``tensors``. A ``.scale`` must
+    directly follow its ``.weight``. The same ``seed`` gives the same bits with the same PyTorch build.
+    """
+    pending: dict[str, torch.Tensor] = {}
+    for name, (dtype, shape) in tensors.items():
+        if name in pending:
+            yield name, pending.pop(name)
+            continue
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
+        if name.endswith("engram.embed.weight"):
+            weight, scale = _table(shape, generator)
+        elif dtype in ("F8_E4M3", "I8"):
+            columns = shape[1] * (2 if dtype == "I8" else 1)
+            encode = mxfp4.encode if dtype == "I8" else fp8_block.encode
+            pairs = [encode(stripe) for stripe in _stripes(name, (shape[0], columns), generator)]
+            weight, scale = (torch.cat(parts) for parts in zip(*pairs, strict=True))
+        else:
+            target = torch.bfloat16 if dtype == "BF16" else torch.float32
+            parts = [stripe.to(target) for stripe in _stripes(name, shape, generator)]
+            yield name, torch.cat(parts)
+            continue
+        pending[name.removesuffix("weight") + "scale"] = scale
+        yield name, weight
+
+
+def _stripes(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Iterator[torch.Tensor]:
+    """float32 gaussians of ``shape`` in stripes of whole 32-row blocks."""
+    chosen = recipe(name)
+    std = chosen.std / shape[-1] ** 0.5 if chosen.per_fan_in else chosen.std
+    rows = max(_STRIPE // shape[-1] // 32, 1) * 32 if len(shape) > 1 else shape[0]
+    for start in range(0, shape[0], rows):
+        stripe = torch.randn(min(rows, shape[0] - start), *shape[1:], generator=generator)
+        yield stripe.mul_(std).add_(chosen.mean)
+
+
+def _table(shape: tuple[int, ...], generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """Engram rows straight as codes: signs and magnitudes uniform over the codes up to 1.875, scales 1/2 to 4."""
+    codes = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+    codes &= 0x80 | _TABLE_LARGEST_CODE
+    scale = torch.randint(126, 130, (shape[0], shape[1] // 32), dtype=torch.uint8, generator=generator)
+    return codes, scale

@@ -1,0 +1,1 @@
+"""N-gram memory: hashed rows of host-resident FP8 tables."""

@@ -1,0 +1,1 @@
+"""Which compressed rows a query attends to: index queries and keys, scores, candidate blocks, top-k."""

@@ -1,0 +1,1 @@
+"""One operator, one room: reference.py is the spec, launch.py the door."""

@@ -1,0 +1,96 @@
+"""Whether the plugin acts in this process, and what it registers if it does."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from deepinfer_sm80 import envs
+from deepinfer_sm80.vllm_plugin.window import SUPPORTED_VLLM, installed_vllm, is_supported
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+# vLLM compares these strings in a dozen places, so the plugin takes them over instead of inventing its own.
+ARCHITECTURES: Mapping[str, str] = {
+    "DeepseekV41ForCausalLM": "deepinfer_sm80.vllm_plugin.model:DeepseekV41ForCausalLM",
+    "DSparkV41DraftModel": "deepinfer_sm80.vllm_plugin.model:DSparkDeepseekV4ForCausalLM",
+}
+REFUSING: Mapping[str, str] = {
+    "DeepseekV41ForCausalLM": "deepinfer_sm80.vllm_plugin.refusal:DeepseekV41ForCausalLM",
+    "DSparkV41DraftModel": "deepinfer_sm80.vllm_plugin.refusal:DSparkDeepseekV4ForCausalLM",
+}
+
+_said: set[str] = set()
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """What ``register`` will do: ``active`` serves, ``refuses`` registers a class that refuses with the remedy."""
+
+    active: bool
+    refuses: bool
+    reason: str
+
+    @property
+    def architectures(self) -> Mapping[str, str]:
+        return ARCHITECTURES if self.active else REFUSING if self.refuses else {}
+
+
+def decide(capability: tuple[int, int] | None, vllm_version: str | None) -> Activation:
+    """Decide from facts alone.
+
+    ``capability``: (major, minor) of the GPU, None without one. ``vllm_version``: None when vLLM is not installed.
+    """
+    if envs.DEEPINFER_DISABLE():
+        return Activation(False, False, "DEEPINFER_DISABLE=1")
+    if vllm_version is None:
+        return Activation(False, False, "vLLM is not installed")
+    found = "no CUDA GPU found" if capability is None else f"compute capability {capability[0]}.{capability[1]}"
+    if envs.DEEPINFER_FORCE():
+        found += ", DEEPINFER_FORCE=1"
+    elif capability is None or capability[0] != 8:
+        return Activation(False, False, f"{found}; this plugin acts on 8.x (DEEPINFER_FORCE=1 overrides)")
+    if not is_supported(vllm_version):
+        return Activation(False, True, f"vLLM {vllm_version} is outside the supported window {SUPPORTED_VLLM}")
+    return Activation(True, False, f"{found}, vLLM {vllm_version}")
+
+
+def gpu_capability() -> tuple[int, int] | None:
+    """(major, minor) as vLLM's platform reports it: through NVML, so CUDA is not initialised."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cuda():
+        return None
+    found = current_platform.get_device_capability()
+    return None if found is None else (found.major, found.minor)
+
+
+def register() -> None:
+    """Register the classes that ``decide`` names; repeated calls change nothing."""
+    version = installed_vllm()
+    activation = decide(gpu_capability() if version is not None else None, version)
+    _say_once(activation)
+    if not activation.architectures:
+        return
+    from vllm import ModelRegistry
+
+    for architecture, target in activation.architectures.items():
+        known = ModelRegistry.models.get(architecture)
+        module, _, name = target.partition(":")
+        if (getattr(known, "module_name", None), getattr(known, "class_name", None)) != (module, name):
+            ModelRegistry.register_model(architecture, target)
+
+
+def _say_once(activation: Activation) -> None:
+    if activation.reason in _said:
+        return
+    _said.add(activation.reason)
+    logger = logging.getLogger("vllm.deepinfer_sm80")
+    if activation.refuses:
+        logger.warning("DeepInfer-SM80 will refuse DeepSeek-V4.1: %s", activation.reason)
+    elif activation.active:
+        logger.debug("DeepInfer-SM80 registered DeepSeek-V4.1: %s", activation.reason)
+    else:
+        logger.debug("DeepInfer-SM80 registers nothing: %s", activation.reason)

@@ -1,0 +1,87 @@
+"""DeepSeek-V4.1 as vLLM builds it on compute capability 8.x. vLLM imports this when such a model is built."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+from vllm.models.deepseek_v41.common.mm_preprocess import (
+    DeepseekV4VLDummyInputsBuilder,
+    DeepseekV4VLMultiModalProcessor,
+)
+from vllm.models.deepseek_v41.nvidia import dspark, vl_model
+from vllm.multimodal import MULTIMODAL_REGISTRY
+
+from deepinfer_sm80 import __version__
+from deepinfer_sm80.errors import ImageInputError
+from deepinfer_sm80.vllm_plugin.images import TextOnlyProcessingInfo, leave_out_vision_tower
+from deepinfer_sm80.vllm_plugin.overrides import OVERRIDES, apply_overrides
+from deepinfer_sm80.vllm_plugin.requirements import check_config
+from deepinfer_sm80.vllm_plugin.weights import checked
+from deepinfer_sm80.vllm_plugin.window import installed_vllm
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import torch
+
+# Under vLLM's name, so that the line follows vLLM's logging configuration.
+logger = init_logger("vllm.deepinfer_sm80")
+
+apply_overrides()
+
+
+@MULTIMODAL_REGISTRY.register_processor(
+    DeepseekV4VLMultiModalProcessor, info=TextOnlyProcessingInfo, dummy_inputs=DeepseekV4VLDummyInputsBuilder
+)
+class DeepseekV41ForCausalLM(vl_model.DeepseekV41ForCausalLM):
+    """vLLM's DeepSeek-V4.1, text only, with this package's operators in every layer."""
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        check_config(vllm_config)
+        leave_out_vision_tower(vllm_config)
+        self._expert_parallel = bool(vllm_config.parallel_config.enable_expert_parallel)
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        logger.info_once(
+            "DeepInfer-SM80 %s serves DeepSeek-V4.1 with vLLM %s: sparse MLA, indexer, Engram and cache writers for "
+            "compute capability 8.x, %d vLLM functions replaced; experts and linears stay vLLM's Marlin, mHC vLLM's "
+            "TileLang.",
+            __version__,
+            installed_vllm(),
+            len(OVERRIDES),
+        )
+
+    def embed_multimodal(self, **kwargs: object) -> Any:
+        if kwargs.get("patches") is not None:
+            raise ImageInputError(found="at least 1")
+        return []
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        loaded: set[str] = super().load_weights(
+            checked(
+                weights,
+                self.config,
+                part="text",
+                experts_may_be_missing=self._expert_parallel,
+            )
+        )
+        return loaded
+
+
+class DSparkDeepseekV4ForCausalLM(dspark.DSparkDeepseekV4ForCausalLM):
+    """vLLM's DSpark draft; its layers take the same attention class as the target's."""
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        self._expert_parallel = bool(vllm_config.parallel_config.enable_expert_parallel)
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        loaded: set[str] = super().load_weights(
+            checked(
+                weights,
+                self.config,
+                part="draft",
+                experts_may_be_missing=self._expert_parallel,
+            )
+        )
+        return loaded

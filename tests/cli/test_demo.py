@@ -1,0 +1,65 @@
+"""demo: what it says about agreement is true, and a disagreement fails it."""
+
+import pytest
+import torch
+
+from deepinfer_sm80 import ops
+from deepinfer_sm80.cli import main
+from deepinfer_sm80.ops import OPS
+from deepinfer_sm80.testing.agreement import compare_with_reference
+
+OP = "mhc_post"
+
+
+def arguments():
+    return dict(dict(ops.spec(OP).cases("cpu"))["T3-H200"])
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
+def test_comparison_of_an_operator():
+    kwargs = arguments()
+    before = {name: value.clone() for name, value in kwargs.items()}
+    found = compare_with_reference(OP, kwargs)
+    assert found.agrees
+    assert found.seconds > 0
+    assert found.values[0].shape == (3, 4, 200)
+    assert all(torch.equal(kwargs[name], before[name]) for name in before)
+
+
+def test_comparison_of_a_fault(monkeypatch):
+    right = ops.launcher(OP)
+
+    def wrong(**kwargs):
+        out = right(**kwargs)
+        out[1, 2, 199] += 1.0
+        return out
+
+    monkeypatch.setattr(ops, "launcher", lambda op: wrong)
+    found = compare_with_reference(OP, arguments())
+    assert not found.agrees
+    assert "(1, 2, 199)" in found.detail
+
+
+def test_disagreement_is_shown_and_fails(monkeypatch, capsys, tmp_path):
+    wrong = compare_with_reference(OP, arguments())
+    wrong = type(wrong)(OP, False, "mhc_post.out: worst element 9 ulp", 0.5, wrong.values, wrong.arguments)
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+    monkeypatch.setattr("deepinfer_sm80.cli.demo_operators.walk", lambda directory, device: iter([("T3", wrong)]))
+    assert main(["demo", "--dir", str(tmp_path), "--device", "cpu"]) == 1
+    out = capsys.readouterr().out
+    assert "DISAGREES" in out
+    assert "worst element 9 ulp" in out
+    assert "1 disagree" in out
+
+
+@pytest.mark.slow
+def test_whole_demo(capsys):
+    """Writes the tiny checkpoint (about 1 GB) and walks through every operator."""
+    assert main(["demo", "--device", "cpu"]) == 0
+    out = capsys.readouterr().out
+    assert {op for op in OPS if f"   {op} " in out} == set(OPS), "every operator is shown"
+    assert "every operator agrees with its reference" in out

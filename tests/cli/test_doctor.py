@@ -1,0 +1,75 @@
+"""doctor tells the truth about GPUs, releases and filters that this machine does not have."""
+
+import pytest
+
+from deepinfer_sm80.cli import doctor, main
+from deepinfer_sm80.hardware import Gpu
+from deepinfer_sm80.vllm_plugin import window
+
+A100 = Gpu("NVIDIA A100-SXM4-80GB", (8, 0), 80 << 30)
+H100 = Gpu("NVIDIA H100", (9, 0), 80 << 30)
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A machine on which everything is right; each test takes one thing away."""
+    for name in ("DEEPINFER_FORCE", "DEEPINFER_DISABLE", "VLLM_PLUGINS"):
+        monkeypatch.delenv(name, raising=False)
+
+    def has(gpu=A100, vllm="0.33.0", entry_points=("found",)):
+        monkeypatch.setattr(doctor, "current_gpu", lambda: gpu)
+        monkeypatch.setattr(window, "installed_vllm", lambda: vllm)
+        monkeypatch.setattr(doctor, "entry_points", lambda **kwargs: entry_points)
+
+    has()
+    return has
+
+
+def findings(capsys):
+    return dict(
+        line.split(maxsplit=1) for line in capsys.readouterr().out.replace("entry point", "entry-point").splitlines()
+    )
+
+
+def test_all_right(machine, capsys):
+    assert main(["doctor"]) == 0
+    found = findings(capsys)
+    assert found["verdict"].startswith("vLLM would serve DeepSeek-V4.1 with this package: compute capability 8.0")
+    assert found["vllm"] == "0.33.0 (supported)"
+    assert found["gpu"] == (
+        "NVIDIA A100-SXM4-80GB, compute capability 8.0, 80.0 GiB, 166,912 bytes of shared memory per block"
+    )
+
+
+@pytest.mark.parametrize(
+    ("lacks", "reason"),
+    [
+        ({"gpu": None}, "no CUDA GPU found"),
+        ({"gpu": H100}, "compute capability 9.0"),
+        ({"vllm": None}, "vLLM is not installed"),
+        ({"vllm": "0.34.0"}, "0.34.0 is outside the supported window"),
+        ({"entry_points": ()}, "not installed, so vLLM cannot find it"),
+    ],
+)
+def test_what_is_wrong_is_named(machine, capsys, lacks, reason):
+    machine(**lacks)
+    assert main(["doctor"]) == 1
+    assert reason in findings(capsys)["verdict"]
+
+
+def test_vllms_own_plugin_filter(machine, capsys, monkeypatch):
+    monkeypatch.setenv("VLLM_PLUGINS", "other")
+    assert main(["doctor"]) == 1
+    assert "VLLM_PLUGINS=other leaves it out; add deepinfer_sm80" in findings(capsys)["verdict"]
+    monkeypatch.setenv("VLLM_PLUGINS", "other,deepinfer_sm80")
+    assert main(["doctor"]) == 0
+
+
+def test_switches(machine, capsys, monkeypatch):
+    monkeypatch.setenv("DEEPINFER_DISABLE", "1")
+    assert main(["doctor"]) == 1
+    assert "DEEPINFER_DISABLE=1" in findings(capsys)["verdict"]
+    monkeypatch.setenv("DEEPINFER_DISABLE", "0")
+    monkeypatch.setenv("DEEPINFER_FORCE", "1")
+    machine(gpu=H100)
+    assert main(["doctor"]) == 0

@@ -1,0 +1,46 @@
+"""A model with every kind of layer at the real head, index and record widths, but narrow: about 60 MB, two seconds."""
+
+import dataclasses
+
+import pytest
+
+from deepinfer_sm80.model.checkpoint import write_checkpoint
+from deepinfer_sm80.model.config import preset
+from deepinfer_sm80.model.engram_hash import table_rows
+
+
+def micro_config():
+    return dataclasses.replace(
+        preset("tiny"),
+        hidden_size=64,
+        moe_intermediate_size=32,
+        num_hidden_layers=4,
+        q_lora_rank=32,
+        o_lora_rank=32,
+        n_routed_experts=2,
+        num_experts_per_tok=1,
+        compress_ratios=(0, 2, 1, 1, 0),
+        kv_source_layer_ids=(1, 2),
+        index_source_layer_ids=(1, 2, 3),
+        candidate_source_layer_id=2,
+        engram_layer_ids=(1,),
+        engram_vocab_size=100,
+        engram_num_embeddings=table_rows(1, 100, 4, 8),
+        num_nextn_predict_layers=1,
+        dspark_target_layer_ids=(1, 2, 3),
+        dspark_markov_rank=32,
+        dspark_n_routed_experts=2,
+        dspark_num_experts_per_tok=1,
+    )
+
+
+@pytest.fixture(scope="session")
+def micro():
+    return micro_config()
+
+
+@pytest.fixture(scope="session")
+def micro_checkpoint(micro, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("checkpoints") / "micro"
+    write_checkpoint(directory, micro, seed=3)
+    return directory

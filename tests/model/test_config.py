@@ -1,0 +1,131 @@
+"""ModelConfig: the released values, the file form, the presets, and a sentence for everything that cannot be."""
+
+import dataclasses
+import json
+
+import pytest
+
+from deepinfer_sm80.errors import ModelConfigError
+from deepinfer_sm80.model.config import ModelConfig, preset, preset_names
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_file_form_reads_back_to_an_equal_object(name):
+    config = preset(name)
+    assert ModelConfig.from_dict(json.loads(json.dumps(config.to_config_json()))) == config
+
+
+def test_file_form_is_the_released_one():
+    written = preset("released").to_config_json()
+    assert written["architectures"] == ["DeepseekV41ForCausalLM"]
+    assert (written["model_type"], written["image_token_id"]) == ("deepseek_v41", 129264)
+    assert written["quantization_config"]["weight_block_size"] == [32, 32]
+    assert written["quantization_config"]["expert_dtype"] == "fp4"
+    text = written["text_config"]
+    assert text["model_type"] == "deepseek_v41_text"
+    assert text["rope_scaling"] == {
+        "type": "yarn",
+        "factor": 16,
+        "original_max_position_embeddings": 65536,
+        "beta_fast": 32,
+        "beta_slow": 1,
+    }
+    assert "image_token_id" not in text
+    assert "vision_num_hidden_layers" not in text
+    assert written["vision_config"]["num_hidden_layers"] == 32
+    assert preset("tiny").to_config_json()["vision_config"]["num_hidden_layers"] == 0
+
+
+def test_keys_of_other_parts_are_ignored_and_rope_type_is_understood():
+    written = preset("tiny").to_config_json()
+    written["transformers_version"] = "5"
+    written["text_config"]["initializer_range"] = 0.02
+    scaling = written["text_config"]["rope_scaling"]
+    scaling["rope_type"] = scaling.pop("type")
+    assert ModelConfig.from_dict(written) == preset("tiny")
+
+
+@pytest.mark.parametrize("name", ["tiny", "layer"])
+def test_small_presets_have_every_kind_of_layer(name):
+    config = preset(name)
+    ratios = config.compress_ratios[: config.num_hidden_layers]
+    assert set(ratios) == {0, 1, 2}
+    sources, indexers = set(config.kv_source_layer_ids), set(config.index_source_layer_ids)
+    assert {ratios[i] for i in sources} == {1, 2}
+    assert any(ratios[i] and i not in indexers for i in range(len(ratios))), "a layer that reuses the selection"
+    assert indexers - sources, "an indexer over another layer's cache"
+    assert any(i > config.candidate_source_layer_id for i in indexers), "a consumer of the candidates"
+    assert max(config.engram_layer_ids) < max(sources), "decoder replay needs Engram before the last source"
+    assert config.num_nextn_predict_layers == 3
+
+
+def test_layer_preset_has_the_released_widths():
+    released, layer = preset("released"), preset("layer")
+    for field in ("hidden_size", "moe_intermediate_size", "q_lora_rank", "o_lora_rank", "num_experts_per_tok"):
+        assert getattr(layer, field) == getattr(released, field)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("head_dim", 256),
+        ("qk_rope_head_dim", 32),
+        ("sliding_window", 256),
+        ("hidden_act", "gelu"),
+        ("tie_word_embeddings", True),
+        ("hidden_size", 1000),
+        ("moe_intermediate_size", 0),
+        ("num_attention_heads", 60),
+        ("num_hidden_layers", 9),
+        ("compress_ratios", (0, 0, 4, 2, 1, 1, 1, 1, 0, 0, 0)),
+        ("compress_ratios", (0, 0, 2, 2, 1, 1, 1, 1, 0, 1, 0)),
+        ("compress_ratios", (0, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0)),
+        ("compress_ratios", (0, 0, 2, 1, 1, 1, 1, 1, 0, 0, 0)),
+        ("kv_source_layer_ids", (4, 2)),
+        ("kv_source_layer_ids", (0, 2, 4)),
+        ("kv_source_layer_ids", (2, 3, 4)),
+        ("index_source_layer_ids", (2, 4, 8)),
+        ("candidate_source_layer_id", 5),
+        ("num_experts_per_tok", 9),
+        ("dspark_num_experts_per_tok", 0),
+        ("dspark_target_layer_ids", (6, 7, 8)),
+        ("dspark_noise_token_id", 129280),
+        ("engram_layer_ids", (1, 8)),
+        ("engram_num_embeddings", (50000, 50000)),
+        ("engram_compressed_vocab_size", 0),
+    ],
+)
+def test_a_value_that_cannot_be_is_named(field, value):
+    with pytest.raises(ModelConfigError) as caught:
+        dataclasses.replace(preset("tiny"), **{field: value})
+    sentence = str(caught.value)
+    assert "must be" in sentence
+    assert "found" in sentence
+    named = {"num_hidden_layers": "compress_ratios", "compress_ratios": ""}.get(field, field)
+    assert named in sentence
+
+
+def test_engram_rows_that_disagree_name_the_right_ones():
+    with pytest.raises(ModelConfigError, match=r"\[384006168, 384016682\]"):
+        dataclasses.replace(ModelConfig(), engram_num_embeddings=(384006168, 384016683))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda c: c.update(model_type="deepseek_v3"), "'deepseek_v41' with a text_config"),
+        (lambda c: c.pop("text_config"), "without a text_config"),
+        (lambda c: c["text_config"].pop("index_topk"), "no index_topk"),
+        (lambda c: c["text_config"].update(rope_scaling=None), "rope_scaling"),
+    ],
+)
+def test_a_config_json_of_something_else_is_refused(change, said):
+    written = preset("tiny").to_config_json()
+    change(written)
+    with pytest.raises(ModelConfigError, match=said.replace("[", r"\[")):
+        ModelConfig.from_dict(written)
+
+
+def test_unknown_preset_lists_the_known_ones():
+    with pytest.raises(ModelConfigError, match="released, tiny, layer"):
+        preset("huge")

@@ -1,0 +1,106 @@
+"""Random weights: the gains that were asked for, after quantisation, and nothing that is not a number."""
+
+import math
+
+import pytest
+import torch
+
+from deepinfer_sm80.errors import CheckpointError
+from deepinfer_sm80.model import weights
+from deepinfer_sm80.model.config import preset
+from deepinfer_sm80.model.schema import expected_tensors
+from deepinfer_sm80.ops.formats import e4m3, fp8_block, mxfp4, ue8m0
+
+
+@pytest.fixture(scope="module")
+def tensors(micro):
+    return dict(weights.random_tensors(micro, expected_tensors(micro), seed=0))
+
+
+def test_shapes_and_dtypes_are_the_schema(micro, tensors):
+    expected = expected_tensors(micro)
+    assert list(tensors) == list(expected)
+    for name, (dtype, shape) in expected.items():
+        kind = {"BF16": torch.bfloat16, "F32": torch.float32}.get(dtype, torch.uint8)
+        assert (tensors[name].dtype, tuple(tensors[name].shape)) == (kind, shape), name
+
+
+def test_every_tensor_of_the_released_model_has_a_recipe():
+    patterns = {pattern for pattern, _ in weights.RECIPES}
+    names = [n for n in expected_tensors(preset("released")) if not n.endswith((".scale", "engram.embed.weight"))]
+    used = {next(p for p, r in weights.RECIPES if r is weights.recipe(name)) for name in names}
+    assert used == patterns, "a recipe that no tensor uses is a misspelt pattern"
+    with pytest.raises(CheckpointError, match=r"rotary\.table"):
+        weights.recipe("rotary.table")
+
+
+def decoded(tensors, name):
+    weight = tensors[f"{name}.weight"]
+    if weight.dtype != torch.uint8:
+        return weight.float()
+    decode = mxfp4.decode if ".experts." in name else fp8_block.decode
+    return decode(weight, tensors[f"{name}.scale"])
+
+
+@pytest.mark.parametrize(
+    ("name", "gain"),
+    [
+        ("layers.0.attn.wq_a", 1.0),
+        ("layers.0.attn.wq_b", weights.QUERY),
+        ("layers.1.attn.indexer.wq_b", 1.0),
+        ("layers.1.attn.compressor.wgate", 2.0),
+        ("layers.2.ffn.experts.1.w1", weights.EXPERT),
+        ("layers.2.ffn.experts.1.w2", 1 / weights.ACTIVATION_RMS),
+        ("layers.2.ffn.shared_experts.w3", weights.EXPERT),
+        ("head", weights.LOGITS),
+        ("mtp.0.main_proj", 1.0),
+    ],
+)
+def test_a_unit_input_comes_out_with_the_gain(tensors, name, gain):
+    weight = decoded(tensors, name)
+    assert weight.isfinite().all()
+    out = (weight.square().sum(1)).mean().sqrt().item()  # RMS of W x over gaussian x of unit RMS
+    assert out == pytest.approx(gain, rel=0.04)
+
+
+def test_activation_rms_and_the_share_that_is_clamped():
+    generator = torch.Generator().manual_seed(0)
+    gate, up = weights.EXPERT * torch.randn(2, 1_000_000, generator=generator)
+    clamped = torch.nn.functional.silu(gate.clamp(max=10)) * up.clamp(-10, 10)
+    assert clamped.square().mean().sqrt().item() == pytest.approx(weights.ACTIVATION_RMS, rel=0.05)
+    assert 0.05 < (up.abs() > 10).float().mean().item() < 0.15
+
+
+def test_sinks_are_near_the_logsumexp_of_a_row():
+    rows = [math.log(n) + weights.QUERY**2 / 2 for n in (128, 640)]  # of n gaussian scores of deviation QUERY
+    assert min(rows) - 3 < weights.SINK_MEAN < max(rows)
+
+
+def test_engram_tables_hold_numbers_of_order_one(tensors):
+    codes, scale = tensors["layers.1.engram.embed.weight"], tensors["layers.1.engram.embed.scale"]
+    values = e4m3.decode(codes).unflatten(1, (-1, 32)) * ue8m0.decode(scale)[..., None]
+    assert values.isfinite().all()
+    assert 0.5 < values.square().mean().sqrt().item() < 2.0
+    assert len(codes.unique()) == 128
+    assert len(scale.unique()) == 4
+
+
+def test_a_tensor_depends_on_seed_and_name_alone(micro, tensors):
+    name = "layers.2.ffn.experts.1.w3"
+    entries = expected_tensors(micro)
+    alone = {key: entries[key] for key in (f"{name}.weight", f"{name}.scale")}
+    for key, tensor in weights.random_tensors(micro, alone, seed=0):
+        assert torch.equal(tensor, tensors[key])
+    other = dict(weights.random_tensors(micro, alone, seed=1))
+    assert not torch.equal(other[f"{name}.weight"], tensors[f"{name}.weight"])
+    assert not torch.equal(tensors["layers.1.ffn.experts.1.w3.weight"], tensors[f"{name}.weight"])
+
+
+def test_stripes_do_not_change_a_tensor(monkeypatch, micro, tensors):
+    entries = expected_tensors(micro)
+    names = ("layers.0.attn.wq_b.weight", "layers.0.attn.wq_b.scale")
+    monkeypatch.setattr(weights, "_STRIPE", 32 * 32 * 7)
+    for name, tensor in weights.random_tensors(micro, {n: entries[n] for n in names}, seed=0):
+        assert tensor.shape == tensors[name].shape
+        assert len(tensor) % 7, "the last stripe must be a short one"
+        assert tensor.float().std() > 0

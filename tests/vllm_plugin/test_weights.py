@@ -1,0 +1,94 @@
+"""A checkpoint with a missing, misshapen or mistyped tensor is refused by the tensor's name while it loads."""
+
+import dataclasses
+import types
+
+import pytest
+import torch
+
+from deepinfer_sm80.errors import CheckpointError
+from deepinfer_sm80.model.config import preset
+from deepinfer_sm80.model.schema import expected_tensors
+from deepinfer_sm80.vllm_plugin.weights import checked, model_config
+
+DTYPES = {
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "I8": torch.int8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+}
+TINY = preset("tiny")
+
+
+def hf_config():
+    """As vLLM flattens it: lists, and the vision layers under another name."""
+    values = {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(TINY).items()}
+    values |= {"vision_n_layers": values.pop("vision_num_hidden_layers"), "rope_scaling": None}
+    return types.SimpleNamespace(**values)
+
+
+def stream(change=lambda name, dtype, shape: (dtype, shape)):
+    for name, (dtype, shape) in expected_tensors(TINY, draft=True).items():
+        entry = change(name, dtype, shape)
+        if entry is not None:
+            yield name, torch.empty(entry[1], dtype=DTYPES[entry[0]], device="meta")
+
+
+def run(change, part="text", experts_may_be_missing=False):
+    return list(checked(stream(change), hf_config(), part=part, experts_may_be_missing=experts_may_be_missing))
+
+
+def unchanged(name, dtype, shape):
+    return dtype, shape
+
+
+def without(needle):
+    return lambda name, dtype, shape: None if needle in name else (dtype, shape)
+
+
+def test_our_view_of_vllms_configuration_is_the_checkpoints():
+    assert model_config(hf_config()) == TINY
+
+
+def test_a_complete_checkpoint_passes_through():
+    assert len(run(unchanged)) == len(expected_tensors(TINY, draft=True))
+    run(unchanged, part="draft")
+
+
+@pytest.mark.parametrize(
+    "name", ["layers.2.attn.compressor.wgate.weight", "layers.1.engram.embed.scale", "head.weight"]
+)
+def test_a_missing_tensor_is_named(name):
+    with pytest.raises(CheckpointError, match=rf"1 tensors are missing \({name}\)"):
+        run(without(name))
+
+
+def test_a_missing_draft_tensor_matters_to_the_draft_only():
+    run(without("mtp.2.norm.weight"))
+    with pytest.raises(CheckpointError, match=r"mtp\.2\.norm\.weight"):
+        run(without("mtp.2.norm.weight"), part="draft")
+
+
+def test_a_misshapen_tensor_is_named_with_both_shapes():
+    def halve(name, dtype, shape):
+        return (dtype, (shape[0] // 2, *shape[1:])) if name == "layers.3.ffn.experts.1.w2.scale" else (dtype, shape)
+
+    with pytest.raises(
+        CheckpointError, match=r"layers\.3\.ffn\.experts\.1\.w2\.scale is F8_E8M0 \[512, 8\], must be .* \[1024, 8\]"
+    ):
+        run(halve)
+
+
+def test_a_mistyped_tensor_is_named_with_both_types():
+    def to_bf16(name, dtype, shape):
+        return ("BF16", shape) if name == "layers.0.attn.wkv.weight" else (dtype, shape)
+
+    with pytest.raises(CheckpointError, match=r"layers\.0\.attn\.wkv\.weight is BF16 .* must be F8_E4M3"):
+        run(to_bf16)
+
+
+def test_expert_parallelism_may_leave_out_experts_and_nothing_else():
+    run(without(".ffn.experts.5."), experts_may_be_missing=True)
+    with pytest.raises(CheckpointError, match="shared_experts"):
+        run(without("layers.4.ffn.shared_experts.w1"), experts_may_be_missing=True)
