@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 NEW_TOKENS = 64
+SHARED_GPU = {"kv_cache_memory_bytes": 4 << 30, "gpu_memory_utilization": 0.05}
 PORT = 18431
 
 
@@ -54,7 +55,8 @@ class Engine:
         from vllm import LLM
 
         start = time.time()
-        self.llm = LLM(model=str(model), **options)
+        shared = SHARED_GPU if os.environ.get("PROVE_SHARED_GPU") else {}
+        self.llm = LLM(model=str(model), **shared, **options)
         self.boot_s = round(time.time() - start, 1)
         self.prompts = token_ids(self.llm.get_tokenizer())
 
@@ -133,7 +135,10 @@ def _generates(engine: Engine) -> dict[str, Any]:
     engine.llm.reset_prefix_cache()
     again = engine.generate(engine.prompts)
     if tokens_of(again) != tokens_of(eight):
-        first = [next((i for i, (a, b) in enumerate(zip(x, y, strict=True)) if a != b), None) for x, y in zip(tokens_of(again), tokens_of(eight), strict=True)]
+        first = [
+            next((i for i, (a, b) in enumerate(zip(x, y, strict=True)) if a != b), None)
+            for x, y in zip(tokens_of(again), tokens_of(eight), strict=True)
+        ]
         raise AssertionError(f"a repeated greedy run gave other tokens, first at {first}")
     return engine.result(prompts="1 and 8", logprobs_finite=looked_at, repeat="same tokens") | {
         "tokens": tokens_of(eight)
@@ -187,6 +192,8 @@ def serve(model: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
     prompts = token_ids(AutoTokenizer.from_pretrained(model))
     log = (out / "serve-server.log").open("w")
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--port", str(PORT)]
+    if os.environ.get("PROVE_SHARED_GPU"):
+        command += [f"--{name.replace('_', '-')}={value}" for name, value in SHARED_GPU.items()]
     start = time.time()
     server = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
     try:
@@ -234,7 +241,7 @@ def _logprobs(model: pathlib.Path, out: pathlib.Path, arm: str) -> dict[str, Any
         model, enforce_eager=True, enable_prefix_caching=False, swa_bounded_replay=False, max_num_batched_tokens=8192
     )
     saved, total = [], 0.0
-    for prompt in [*engine.prompts[2:], *token_ids(engine.llm.get_tokenizer(), (2048, 4096), start=150_000)]:
+    for prompt in engine.prompts[1:]:  # a prompt of one token has no prompt log-probability
         with recorder.recording():
             output = engine.generate([prompt], 1, prompt_logprobs=0)[0]
         values = [step[token].logprob for token, step in zip(prompt[1:], output.prompt_logprobs[1:], strict=True)]

@@ -35,6 +35,7 @@ OPS: dict[str, str] = {
     "sparse_mla_prefill": "attention",
     "inverse_rope_grouped": "projection",
     "grouped_output_projection": "projection",
+    "stable_expert_order": "moe",
 }
 
 

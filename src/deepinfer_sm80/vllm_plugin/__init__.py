@@ -6,9 +6,8 @@ from __future__ import annotations
 def register() -> None:
     """Register the Ampere form of DeepSeek-V4.1 with the vLLM of this process, where it applies.
 
-    Called by vLLM through the entry-point group ``vllm.general_plugins`` once per process and possibly again in the same
-    one: repeated calls change nothing. On a GPU that is not compute capability 8.x nothing is registered. Never touches
-    CUDA.
+    Called by vLLM through the entry-point group ``vllm.general_plugins``, once or more in every process: repeated calls
+    change nothing. On a GPU that is not compute capability 8.x nothing is registered. Never touches CUDA.
     """
     from deepinfer_sm80.vllm_plugin.activation import register as register_with_vllm
 

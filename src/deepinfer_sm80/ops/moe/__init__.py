@@ -1,0 +1,1 @@
+"""Mixture of experts: what stands around vLLM's Marlin kernels."""

@@ -1,0 +1,1 @@
+"""Put the routes of every expert into token order, so that a repeated run rounds alike."""
