@@ -9,6 +9,7 @@ import statistics
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 NEW_TOKENS = 64
 SHARED_GPU = {"kv_cache_memory_bytes": 4 << 30, "gpu_memory_utilization": 0.05}
 PORT = 18431
+PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 
 
 def apply_disguise() -> None:
@@ -100,7 +102,7 @@ def checkpoint(model: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
 
 def register(model: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
     """Entry points in fresh processes: light to import, harmless to repeat, with VLLM_PLUGINS naming it or not."""
-    light = "import sys, deepinfer_sm80, deepinfer_sm80.vllm_plugin; assert not {'torch', 'vllm', 'triton'} & set(sys.modules)"
+    light = "import sys, deepinfer_sm80.vllm_plugin; assert not {'torch', 'vllm', 'triton'} & set(sys.modules)"
     repeated = (
         "import multiprocessing as m\n"
         "def child():\n"
@@ -207,25 +209,43 @@ def serve(model: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
             except OSError:
                 time.sleep(1)
         boot_s = round(time.time() - start, 1)
-        body = {
-            "model": str(model),
-            "prompt": prompts,
-            "max_tokens": NEW_TOKENS,
-            "temperature": 0,
-            "ignore_eos": True,
-            "logprobs": 1,
-        }
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{PORT}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        answer = _post(
+            "completions",
+            prompt=prompts,
+            max_tokens=NEW_TOKENS,
+            temperature=0,
+            ignore_eos=True,
+            logprobs=1,
+            model=str(model),
         )
-        answer = json.load(urllib.request.urlopen(request, timeout=300))
+        picture = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{PIXEL}"}}
+        content = [{"type": "text", "text": "What is this?"}, picture]
+        refused = _refusal("chat/completions", model=str(model), messages=[{"role": "user", "content": content}])
     finally:
         server.terminate()
         server.wait(60)
     values = [value for choice in answer["choices"] for value in choice["logprobs"]["token_logprobs"]]
     if len(values) != NEW_TOKENS * len(prompts) or not all(map(math.isfinite, values)):
         raise AssertionError(f"{len(values)} log-probabilities, finite: {all(map(math.isfinite, values))}")
-    return {"facts": {"boot_s": boot_s, "prompts": len(prompts), "logprobs_finite": len(values)}, **facts_of_machine()}
+    facts = {"boot_s": boot_s, "prompts": len(prompts), "logprobs_finite": len(values), "image": refused[:120]}
+    by_name = refused.startswith("400") and "text only" in refused
+    return {"ok": by_name, "facts": facts, "error": "" if by_name else refused, **facts_of_machine()}
+
+
+def _post(path: str, **body: Any) -> Any:
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{PORT}/v1/{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    return json.load(urllib.request.urlopen(request, timeout=300))
+
+
+def _refusal(path: str, **body: Any) -> str:
+    """Status and message of a request that must be refused."""
+    try:
+        _post(path, **body)
+    except urllib.error.HTTPError as error:
+        return f"{error.code} {error.read().decode()}"
+    return "200 answered"
 
 
 def _logprobs(model: pathlib.Path, out: pathlib.Path, arm: str) -> dict[str, Any]:

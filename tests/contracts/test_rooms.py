@@ -6,7 +6,7 @@ from deepinfer_sm80.ops import OPS
 
 ROOT = Path(__file__).parents[2]
 MUST = {"__init__.py", "reference.py", "launch.py"}
-MAY = {"device.py", "tuning.py"}
+MAY = {"device.py", "tuning.py", "kernel.py"}
 LIBRARIES = {"formats"}  # shared by every room, not rooms themselves
 
 

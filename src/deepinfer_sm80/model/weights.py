@@ -111,12 +111,17 @@ class Structure:
         m = re.match(r"(layers|mtp)\.(\d+)\.", name)
         layer = int(m.group(2)) if m and m.group(1) == "layers" else -1
         nope = torch.arange(512) < 448
+        COPIES = globals()["COPIES"]
+        v = _pattern(seed, H)
+        spread = lambda W: W.repeat_interleave(COPIES, -1) * v  # readers get / COPIES
+        topics = spread(_orthonormal(seed, "topics", H // COPIES, TOPICS).T * (H // COPIES) ** 0.5)  # unit rms
+        read = topics / H  # topic . read = 1
+        self.dense = None
         if name == "embed.weight":
-            u = _orthonormal(seed, "topics", H, TOPICS).T * H**0.5
             k = torch.randint(0, TOPICS, (shape[0],), generator=_generator(seed, "topic of token"))
-            self.build = lambda a, b: TOPIC * u[k[a:b]]
+            self.dense = lambda t: spread(t)
+            self.build = lambda a, b: TOPIC * topics[k[a:b]]
         elif name.endswith(".gate.weight"):
-            u = _orthonormal(seed, "topics", H, TOPICS).T
             g = _generator(seed, name + ".levels")
             levels = torch.linspace(-1, 1, shape[0])
             bias = _randn(seed, name.replace("weight", "bias"), shape[0]) * BIAS
@@ -132,14 +137,13 @@ class Structure:
                     best = max(best, (min(m), L), key=lambda v: v[0])
                 return best[1]
             L = torch.stack([draw() for _ in range(TOPICS)], 1)
-            self.build = lambda a, b: (GATE / (TOPIC * H**0.5)) * (L @ u)[a:b]
+            self.build = lambda a, b: (GATE / TOPIC) * (L @ read)[a:b]
         elif name.endswith("weights_proj.weight"):
-            u = _orthonormal(seed, "topics", H, TOPICS).T
             L = 0.5 + torch.rand(shape[0], TOPICS, generator=_generator(seed, name + ".levels"))
-            self.build = lambda a, b: (1 / (TOPIC * H**0.5)) * (L @ u)[a:b]
+            self.build = lambda a, b: (1 / TOPIC) * (L @ read)[a:b]
         elif name.endswith(("attn.wkv.weight", "compressor.wkv.weight")):
             B = self.code()
-            A = _randn(seed, name + ".read", CODE, H) / H**0.5
+            A = spread(_randn(seed, name + ".read", CODE, H // COPIES)) / COPIES / (H // COPIES) ** 0.5
             self.rows = (~nope).float()
             self.build = lambda a, b: (B @ A)[a:b]
         elif name.endswith("attn.wq_b.weight"):
@@ -163,6 +167,10 @@ class Structure:
             M = (M + INDEX_ALIGNED * self.common(layer, K)) * K**-0.5
             self.rows = INDEX_ROPE * (torch.arange(128) >= 64).float().repeat(heads)
             self.build = lambda a, b: (E @ M).flatten(0, 1)[a:b]
+        self.reads = name == "head.weight" or name.endswith(("wq_a.weight", "attn.wkv.weight", "compressor.wkv.weight", "wgate.weight",
+            "weights_proj.weight", "gate.weight", ".w1.weight", ".w3.weight", "main_proj.weight")) or bool(re.search(r"hc_\w+_fn$", name))
+        self.writes = name.endswith(("wo_b.weight", ".w2.weight", "engram.wkv.weight"))
+        self.v = v
 
     def code(self):
         B = _orthonormal(self.seed, "code", 448, CODE) * (448 / CODE) ** 0.5 * 1.0
@@ -187,6 +195,16 @@ class Structure:
         if self.build is not None:
             stripe = stripe + self.build(a, b)
         return stripe
+
+
+def _pattern(seed, H):
+    v = 0.5 + torch.rand(H, generator=_generator(seed, "pattern"))
+    v = v * (torch.randint(0, 2, (H,), generator=_generator(seed, "signs")) * 2 - 1)
+    v = v.view(-1, COPIES)
+    return (v / v.square().mean(-1, keepdim=True).sqrt()).flatten()
+
+
+COPIES = 4
 
 
 def random_tensors(config: ModelConfig, tensors: Tensors, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
@@ -218,8 +236,17 @@ def _stripes(config, seed, name: str, shape: tuple[int, ...], generator: torch.G
     std = chosen.std / shape[-1] ** 0.5 if chosen.per_fan_in else chosen.std
     rows = max(_STRIPE // shape[-1] // 32, 1) * 32 if len(shape) > 1 else shape[0]
     for start in range(0, shape[0], rows):
-        stripe = torch.randn(min(rows, shape[0] - start), *shape[1:], generator=generator)
-        yield st.apply(stripe.mul_(std).add_(chosen.mean), start, start + len(stripe))
+        n = min(rows, shape[0] - start)
+        if st.reads or st.dense:
+            stripe = torch.randn(n, shape[1] // COPIES, generator=generator).repeat_interleave(COPIES, 1) * st.v.repeat(shape[1] // len(st.v))
+            stripe *= std * (COPIES**-0.5 if st.reads else 1)
+        elif st.writes:
+            stripe = torch.randn(n // COPIES, shape[1], generator=generator).repeat_interleave(COPIES, 0)
+            at = torch.arange(start, start + n) % len(st.v)
+            stripe = stripe * st.v[at, None] * std
+        else:
+            stripe = torch.randn(n, *shape[1:], generator=generator).mul_(std).add_(chosen.mean)
+        yield st.apply(stripe, start, start + n)
 
 
 def _table(shape: tuple[int, ...], generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
