@@ -7,6 +7,7 @@ MAKEFLAGS += --no-print-directory
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
+TRITON38 := .triton38/.ready
 REQUIREMENTS := requirements/test.txt requirements/triton.txt
 VLLM := .vllm/.ready
 PYTEST := $(BIN)/python -m pytest -q
@@ -20,10 +21,10 @@ help:  ## this list
 demo: $(STAMP)  ## write a tiny checkpoint and push real text through the operators, on this machine
 	@$(BIN)/deepinfer-sm80 demo $(ARGS)
 
-test: lint $(VLLM)  ## lint, types and every test that is not slow
+test: lint $(VLLM) $(TRITON38)  ## lint, types and every test that is not slow
 	@$(PYTEST) -m "not slow" $(ARGS)
 
-test-full: lint $(VLLM)  ## the same and the slow tests
+test-full: lint $(VLLM) $(TRITON38)  ## the same and the slow tests
 	@$(PYTEST) $(ARGS)
 
 lint: $(STAMP)  ## ruff and mypy (strict)
@@ -35,7 +36,7 @@ docs: $(STAMP)  ## write the generated tables of docs/
 	@$(BIN)/deepinfer-sm80 env --markdown > docs/.environment.new && mv docs/.environment.new docs/environment.md
 
 clean:  ## remove the virtual environment, caches and build outputs
-	@rm -rf $(VENV) .vllm build dist .pytest_cache .mypy_cache .ruff_cache src/*.egg-info
+	@rm -rf $(VENV) .vllm .triton38 build dist .pytest_cache .mypy_cache .ruff_cache src/*.egg-info
 	@find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp is written last: an interrupted set-up starts again where pip left off.
@@ -60,4 +61,10 @@ $(VLLM): requirements/vllm.txt | $(STAMP)
 	if ! ls .vllm/vllm-$$release-*.whl >/dev/null 2>&1; then \
 	  echo "Downloading the wheel of vLLM $$release into .vllm, to read its source"; \
 	  $(BIN)/python -m pip download -q --disable-pip-version-check --no-deps -d .vllm -r $<; fi
+	@touch $@
+
+# The Triton that comes with vLLM 0.33.0's torch: every kernel is compiled with it too, never run.
+$(TRITON38): requirements/triton-of-vllm.txt | $(STAMP)
+	@echo "Installing Triton 3.8 into .triton38, to compile the kernels with it"
+	@$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --upgrade --target .triton38 -r $<
 	@touch $@

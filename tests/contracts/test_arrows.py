@@ -23,6 +23,7 @@ FILES = [
 ]  # what reads and writes checkpoints
 LAUNCH = [
     f"{PACKAGE}.ops.checks",
+    f"{PACKAGE}.ops.variants",
     *FORMATS,
     FAMILY_LIBRARY,
     *(f"{ANY_ROOM}.{f}" for f in ("device", "tuning", "launch")),
@@ -39,10 +40,12 @@ ARROWS = [
         f"{ANY_ROOM}.device",
         ["triton", "tilelang", f"{PACKAGE}.ops.formats.device", FAMILY_LIBRARY, f"{ANY_ROOM}.device"],
     ),
-    (f"{ANY_ROOM}.tuning", FOUNDATION),
-    (f"{ANY_ROOM}.launch", ["torch", "triton", "tilelang", *FOUNDATION, *LAUNCH]),
+    (f"{ANY_ROOM}.tuning", [*FOUNDATION, f"{PACKAGE}.ops.variants", FAMILY_LIBRARY]),
+    *((f"{ANY_ROOM}.{door}", ["torch", "triton", "tilelang", *FOUNDATION, *LAUNCH]) for door in ("launch", "kernel")),
     (FAMILY_LIBRARY, ["torch", "triton", *DEFINITION[1:]]),
     (f"{PACKAGE}.ops.checks", ["torch", *FOUNDATION]),
+    (f"{PACKAGE}.ops.variants", [*FOUNDATION, f"{PACKAGE}.ops"]),
+    (f"{PACKAGE}.ops.resources", ["triton", *FOUNDATION, f"{PACKAGE}.ops.variants"]),
     (f"{PACKAGE}.ops", [*FOUNDATION, f"{PACKAGE}.ops.contract"]),
     (f"{PACKAGE}.ops.**", ["torch", *FOUNDATION, *OPERATORS]),
     (
@@ -53,7 +56,7 @@ ARROWS = [
         f"{PACKAGE}.vllm_plugin.**",
         ["torch", "vllm", *FOUNDATION, *FACTS, *OPERATORS[:1], *LAUNCH, f"{PACKAGE}.vllm_plugin.**"],
     ),
-    (f"{PACKAGE}.topology.**", [f"{PACKAGE}.errors", f"{PACKAGE}.topology.**"]),
+    (f"{PACKAGE}.topology.**", [f"{PACKAGE}.errors", *FACTS, f"{PACKAGE}.topology.**"]),
     (f"{PACKAGE}.testing.**", ["torch", *FOUNDATION, *OPERATORS, f"{PACKAGE}.testing.**"]),
     (
         f"{PACKAGE}.bench.**",

@@ -49,6 +49,7 @@ def walk(directory: Path, device: str) -> Iterator[Step]:
     yield from _prefill(layer)
     yield from _decode(layer)
     yield from _project(layer)
+    yield from _route(layer)
 
 
 class _Layer:
@@ -236,6 +237,28 @@ def _project(layer: _Layer) -> Iterator[Step]:
         f"T{layer.tokens}-G{groups}-R{weight.shape[1]}",
         compare_with_reference("grouped_output_projection", arguments),
     )
+
+
+def _route(layer: _Layer) -> Iterator[Step]:
+    """Routes of the text grouped by expert, each expert's from last to first: the operator puts them into order."""
+    block, topk = 16, layer.config.num_experts_per_tok
+    scores = torch.nn.functional.softplus(layer.x.float() @ layer.tensor("ffn.gate.weight").float().T).sqrt()
+    chosen = (scores + layer.tensor("ffn.gate.bias")).topk(topk).indices.flatten().tolist()
+    ids: list[int] = []
+    experts: list[int] = []
+    for expert in range(layer.config.n_routed_experts):
+        routes = [i for i in reversed(range(len(chosen))) if chosen[i] == expert]
+        routes += [len(chosen)] * (-len(routes) % block)
+        ids, experts = ids + routes, experts + [expert] * (len(routes) // block)
+    arguments = {
+        "sorted_token_ids": layer.int32(*ids),
+        "expert_ids": layer.int32(*experts),
+        "num_tokens_post_padded": layer.int32(len(ids)),
+        "block_size": block,
+        "num_routes": len(chosen),
+    }
+    name = f"T{layer.tokens}-K{topk}-E{layer.config.n_routed_experts}-block{block}"
+    yield name, compare_with_reference("stable_expert_order", arguments)
 
 
 def _engram_rows(layer: _Layer) -> list[list[int]]:

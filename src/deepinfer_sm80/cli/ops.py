@@ -1,14 +1,18 @@
-"""``deepinfer-sm80 ops``: every operator, and with ``--markdown`` or ``--json`` its contract."""
+"""``deepinfer-sm80 ops``: every operator, its contract (``--markdown``, ``--json``), its kernels (``--resources``)."""
 
 from __future__ import annotations
 
 import ast
 import json
+import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deepinfer_sm80 import ops
 from deepinfer_sm80.errors import MissingTorchError
+from deepinfer_sm80.ops import resources
+from deepinfer_sm80.ops.variants import all_variants
 
 if TYPE_CHECKING:
     import argparse
@@ -29,11 +33,20 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--markdown", action="store_true", help="print docs/operators.md (needs torch)")
     form.add_argument("--json", action="store_true", help="print the contracts as JSON (needs torch)")
+    parser.add_argument(
+        "--resources",
+        action="store_true",
+        help="compile every kernel for sm_80 and sm_86 and print what it needs (needs triton, no GPU)",
+    )
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="compilations at once")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the list, the page or the JSON. Raises MissingTorchError where a contract needs torch and has none."""
-    if args.markdown:
+    if args.resources:
+        found = resources.compile_all(all_variants(), workers=args.workers)
+        print(json.dumps([asdict(r) for r in found], indent=1) if args.json else resource_page(found))
+    elif args.markdown:
         print(page(), end="")
     elif args.json:
         print(json.dumps([contract(op) for op in ops.OPS], indent=2))
@@ -42,6 +55,16 @@ def run(args: argparse.Namespace) -> int:
         for op, family in ops.OPS.items():
             print(f"{family:10}  {op:{width}}  {summary(op)}")
     return 0
+
+
+def resource_page(found: list[resources.Resources]) -> str:
+    """A markdown table of compiled kernels; sizes in bytes, registers per thread."""
+    rows = ["| operator | variant | arch | Triton | shared | registers | spills | stack | CTAs per SM |"]
+    rows.append("|---|---|---|---|---:|---:|---:|---:|---:|")
+    for r in found:
+        sizes = (r.shared_bytes, r.registers, r.spill_bytes, r.stack_bytes, r.ctas_per_sm)
+        rows.append(f"| `{r.op}` | {r.variant} | {r.arch} | {r.triton} | " + " | ".join(map(str, sizes)) + " |")
+    return "\n".join(rows)
 
 
 def summary(op: str) -> str:

@@ -9,9 +9,9 @@ import re
 import subprocess
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from deepinfer_sm80.hardware import limits
 from deepinfer_sm80.ops.variants import ALIGNMENT, Variant
@@ -88,8 +88,6 @@ def compile_all(
         return list(pool.map(lambda pair: compile_variant(*pair), pairs))
 
 
-def as_dict(found: Resources) -> dict[str, Any]:
-    return asdict(found)
 
 
 def _assemble(ptx: str, arch: int) -> tuple[int, int, int]:

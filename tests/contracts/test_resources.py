@@ -1,0 +1,79 @@
+"""Every kernel variant compiles for sm_80 and sm_86 without a GPU and stays inside an SM's budget.
+
+Both Triton releases that matter: the one installed here (3.6, in the proofs) and 3.8 (with vLLM 0.33.0's torch 2.14),
+which `make test` puts into .triton38. Each compiles in a process of its own: tests run kernels through the interpreter,
+and an interpreted module cannot be compiled.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deepinfer_sm80.hardware import limits
+from deepinfer_sm80.ops.variants import all_variants
+
+ROOT = Path(__file__).parents[2]
+VARIANTS = {v.key: v for v in all_variants()}
+
+
+def compiled(triton_path):
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [triton_path, str(ROOT / "src")]))
+    command = [sys.executable, "-m", "deepinfer_sm80.cli", "ops", "--resources", "--json"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module", params=["3.6", "3.8"])
+def rows(request):
+    if request.param == "3.6":
+        found = compiled("")
+    else:
+        folder = ROOT / ".triton38"
+        assert folder.is_dir(), "Triton 3.8 is not in .triton38: run `make test`, which installs it there"
+        found = compiled(str(folder))
+    assert {row["triton"].rpartition(".")[0] for row in found} == {request.param}
+    return found
+
+
+def test_every_variant_is_compiled_for_both_architectures(rows):
+    assert {(f"{r['op']}/{r['variant']}", r["arch"]) for r in rows} == {
+        (key, arch) for key in VARIANTS for arch in ("sm_80", "sm_86")
+    }
+
+
+def test_shared_memory_fits(rows):
+    for r in rows:
+        capability = (8, int(r["arch"][-1]))
+        assert r["shared_bytes"] <= limits(capability).smem_per_cta, r
+        assert r["ctas_per_sm"] >= 1, r
+
+
+def test_nothing_spills_without_a_measured_reason(rows):
+    for r in rows:
+        if not VARIANTS[f"{r['op']}/{r['variant']}"].may_spill:
+            assert (r["spill_bytes"], r["stack_bytes"]) == (0, 0), r
+
+
+def test_no_instruction_or_type_of_newer_gpus(rows):
+    for r in rows:
+        assert r["foreign"] == [], r
+
+
+def test_keys_are_unique():
+    assert len(VARIANTS) == len(list(all_variants()))
+
+
+@pytest.mark.parametrize("key", VARIANTS)
+def test_integers_are_not_specialised(key):
+    """An integer that Triton specialises on (1, or a multiple of 16) compiles again in the middle of serving."""
+    variant = VARIANTS[key]
+    function = variant.function()
+    free = set(getattr(function, "do_not_specialize", None) or function.kwargs.get("do_not_specialize", ()))
+    integers = {name for name, kind in variant.arguments.items() if not kind.startswith("*")}
+    assert integers <= free, f"{variant.kernel}: {sorted(integers - free)} are specialised"
