@@ -34,6 +34,7 @@ lint: $(STAMP)  ## ruff and mypy (strict)
 docs: $(STAMP)  ## write the generated tables of docs/
 	@$(BIN)/deepinfer-sm80 ops --markdown > docs/.operators.new && mv docs/.operators.new docs/operators.md
 	@$(BIN)/deepinfer-sm80 env --markdown > docs/.environment.new && mv docs/.environment.new docs/environment.md
+	@$(BIN)/deepinfer-sm80 plan --page > docs/.05.new && mv docs/.05.new docs/05_TOPOLOGY_1M_CONTEXT_ANALYSIS_SM80.md
 
 clean:  ## remove the virtual environment, caches and build outputs
 	@rm -rf $(VENV) .vllm .triton38 build dist .pytest_cache .mypy_cache .ruff_cache src/*.egg-info

@@ -78,3 +78,7 @@ class ImageInputError(DeepInferError, ValueError):
         "DeepInfer-SM80 serves DeepSeek-V4.1 for text only: the prompt holds {found} image(s), allowed is 0. "
         "Remove the image; --limit-mm-per-prompt '{{\"image\": 0}}' states the same to vLLM."
     )
+
+
+class PlanError(DeepInferError, ValueError):
+    template = "Plan: {option} must be {allowed}, got {found}. {remedy}"

@@ -1,0 +1,143 @@
+"""The GPUs to plan for: known Ampere cards, any other by its figures, and how they are joined."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+from deepinfer_sm80.errors import PlanError
+
+GB, GIB = 10**9, 2**30
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Gpu:
+    """``memory``: GiB on the label; ``usable``: GiB that CUDA reports; ``bandwidth``: GB/s; ``tflops``: dense bf16 with
+    fp32 accumulation. Bandwidth and TFLOP/s are the data sheets', not measurements."""
+
+    name: str
+    memory: int
+    usable: float
+    bandwidth: float
+    tflops: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Link:
+    """A ring all-reduce's rate in GB/s per GPU and the latency of one small collective in microseconds (assumed)."""
+
+    name: str
+    rate: float
+    latency: float
+
+
+# 64-GB cards: the 0.99 that an 80-GB A100 reports of its label is taken for them too.
+KNOWN: tuple[Gpu, ...] = (
+    Gpu("A100", 40, 39.4, 1555, 312),
+    Gpu("A100", 64, 63.4, 1640, 312),
+    Gpu("A100", 80, 79.2, 2039, 312),
+    Gpu("A800", 40, 39.4, 1555, 312),
+    Gpu("A800", 80, 79.2, 2039, 312),
+    Gpu("GA100", 64, 63.4, 1640, 312),
+    Gpu("A30", 24, 23.6, 933, 165),
+    Gpu("A40", 48, 44.4, 696, 150),
+    Gpu("A6000", 48, 47.4, 768, 155),
+    Gpu("A10", 24, 22.1, 600, 125),
+    Gpu("RTX3090", 24, 23.6, 936, 71),
+    Gpu("RTX3090Ti", 24, 23.6, 1008, 80),
+)
+LINKS: dict[str, Link] = {
+    "nvlink": Link("nvlink", 200.0, 12.0),
+    "nvlink-bridge": Link("nvlink-bridge", 40.0, 15.0),
+    "pcie4": Link("pcie4", 18.0, 25.0),
+    "pcie3": Link("pcie3", 9.0, 30.0),
+}
+NETWORK = Link("100 Gb/s network", 10.0, 40.0)  # between hosts
+_LINK_OF = {"A100": "nvlink", "A800": "nvlink", "GA100": "pcie4"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Cluster:
+    """``count`` equal GPUs on ``hosts`` hosts; ``ram``: bytes of each host, None: as much as it takes."""
+
+    gpu: Gpu
+    count: int
+    hosts: int = 1
+    ram: int | None = None
+    link: Link = LINKS["pcie4"]
+
+    @property
+    def per_host(self) -> int:
+        return self.count // self.hosts
+
+    @property
+    def label(self) -> str:
+        return f"{self.count}x{self.gpu.name}-{self.gpu.memory}GB"
+
+
+def cluster(gpus: str, hosts: int = 1, ram: str | None = None, link: str | None = None) -> Cluster:
+    """From the command line's words: ``6xA100-64GB``, ``16x24GB`` (the 24-GB card most people have) or
+    ``4xMyCard:48GB:900GB/s:150TFLOPS``. Raises PlanError with what is possible."""
+    count, gpu = _gpus(gpus)
+    if hosts < 1 or count % hosts:
+        allowed = f"a divisor of {count} ({', '.join(str(n) for n in range(1, count + 1) if count % n == 0)})"
+        raise PlanError(option="--hosts", allowed=allowed, found=hosts, remedy="Every host holds as many GPUs.")
+    if link is not None and link not in LINKS:
+        raise PlanError(option="--link", allowed=f"one of {', '.join(LINKS)}", found=link, remedy="Name the slowest.")
+    name = link or _LINK_OF.get(gpu.name, "pcie4")
+    return Cluster(gpu, count, hosts, None if ram is None else size(ram, "--ram"), LINKS[name])
+
+
+def size(text: str, option: str) -> int:
+    """Bytes of ``512GB`` or ``512GiB``; both mean GiB, as memory is sold."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(T|G)i?B?", text.strip(), re.IGNORECASE)
+    if not found or not float(found[1]):
+        raise PlanError(option=option, allowed="a size such as 512GB or 1TB", found=text, remedy="Name the unit.")
+    return int(float(found[1]) * GIB * (1024 if found[2].upper() == "T" else 1))
+
+
+def _gpus(text: str) -> tuple[int, Gpu]:
+    found = re.fullmatch(r"\s*(\d+)\s*[x*]\s*(\S+)\s*", text, re.IGNORECASE)
+    if not found:
+        raise _bad(text)
+    count, card = int(found[1]), found[2]
+    if not 1 <= count <= 256:
+        raise PlanError(option="--gpus", allowed="1 to 256 GPUs", found=text, remedy="Plan one group of GPUs.")
+    if ":" in card:
+        return count, _unknown(card, text)
+    name, _, memory = card.rpartition("-")
+    memory = memory.lower().removesuffix("b").removesuffix("g")
+    if not memory.isdigit():
+        name, memory = card, ""
+    plain = re.sub(r"[-_ ]", "", name).lower()
+    fits = [
+        gpu
+        for gpu in KNOWN
+        if (not plain or gpu.name.lower() == plain.replace("geforce", "")) and memory in ("", str(gpu.memory))
+    ]
+    if not fits:
+        raise _bad(text)
+    if not name and memory == "24":
+        fits = [gpu for gpu in fits if gpu.name == "RTX3090"]
+    return count, fits[-1] if not memory else fits[0]
+
+
+def _unknown(card: str, text: str) -> Gpu:
+    found = re.fullmatch(
+        r"([^:]+):(\d+)GB:(\d+(?:\.\d+)?)GB/s:(\d+(?:\.\d+)?)(?:TF|TFLOPS|TFLOP/s)", card, re.IGNORECASE
+    )
+    if not found or not all(float(found[i]) for i in (2, 3, 4)):
+        raise _bad(text)
+    memory = int(found[2])
+    return Gpu(found[1], memory, round(0.985 * memory, 1), float(found[3]), float(found[4]))
+
+
+def _bad(text: str) -> PlanError:
+    known = ", ".join(f"{gpu.name}-{gpu.memory}GB" for gpu in KNOWN)
+    return PlanError(
+        option="--gpus",
+        allowed="a number and a card, such as 6xA100-64GB",
+        found=repr(text),
+        remedy=f"Known cards: {known}. Any other by memory, bandwidth and dense bf16 TFLOP/s: "
+        "8xMyCard:48GB:900GB/s:150TFLOPS.",
+    )

@@ -1,0 +1,196 @@
+"""The plan in words, bars and JSON."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from deepinfer_sm80.topology import roofline
+from deepinfer_sm80.topology.tiles import tile
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from deepinfer_sm80.model.config import ModelConfig
+    from deepinfer_sm80.topology.cluster import Cluster
+    from deepinfer_sm80.topology.layout import Memory, Setting
+    from deepinfer_sm80.topology.search import Row, Smallest
+
+BAR = 40
+SHOWN = 8
+COMPONENTS = (
+    ("experts", "routed experts, FP4"),
+    ("attention", "attention, FP8"),
+    ("wo_a", "wo_a as bf16"),
+    ("shared_experts", "shared experts, FP8"),
+    ("mhc_and_router", "mHC and routers"),
+    ("indexer", "indexer, compressor"),
+    ("engram", "Engram projection"),
+    ("engram_tables", "Engram tables on the GPU"),
+    ("embeddings", "embedding, head, bf16"),
+    ("draft", "DSpark draft"),
+    ("rope", "RoPE tables"),
+    ("activations", "activations"),
+    ("workspace", "prefill workspace"),
+    ("graphs", "CUDA graphs (assumed)"),
+    ("cuda_context", "CUDA context, NCCL (assumed)"),
+)
+
+
+def as_json(rows: Sequence[Row], cluster: Cluster, setting: Setting) -> dict[str, Any]:
+    """The plan as JSON can hold it, best layout first. ``gib_per_rank``: one entry per rank of a replica; the key
+    ``engram_host`` (or ``engram_disk``) is host memory, every other key GPU memory."""
+    return {
+        "cluster": {"gpus": cluster.label, "hosts": cluster.hosts, "link": cluster.link.name},
+        "context": setting.context,
+        "streams": setting.streams,
+        "speculation": setting.speculation,
+        "gpu_memory_utilization": setting.utilisation,
+        "layouts": [_row_json(row) for row in rows],
+    }
+
+
+def _row_json(row: Row) -> dict[str, Any]:
+    layout, kept, speed = row.layout, row.memory, row.estimate
+    per_rank = []
+    for parts, tables, tp in zip(kept.gib, kept.tables, layout.tp_per_stage, strict=True):
+        entry = {name: round(size, 3) for name, size in parts.items()}
+        if tables and row.engram != "gpu":
+            entry[f"engram_{row.engram}"] = round(tables, 3)
+        per_rank += [entry] * tp
+    return {
+        "tp": layout.tp,
+        "pp": layout.pp,
+        "dp": layout.dp,
+        "ep": layout.ep,
+        "split": list(layout.split),
+        "tp_per_stage": list(layout.tp_per_stage),
+        "legal_stock": row.legal,
+        "fits": row.fits,
+        "why": row.why,
+        "kv_tokens": kept.tokens,
+        "contexts": round(row.contexts, 3),
+        "gib_per_rank": per_rank,
+        "prefill_tok_s": round(speed.prefill, 1),
+        "prefill_replay_off_tok_s": round(speed.replay_off, 1),
+        "decode_ms": round(speed.decode_ms, 3),
+        "decoder_replay": row.replay,
+        "command": row.command,
+        "command_with_replicas": row.with_replicas,
+    }
+
+
+def text(rows: Sequence[Row], cluster: Cluster, setting: Setting, config: ModelConfig) -> str:
+    """The plan for a terminal: the answer, the best layout's memory, command and reckoning, then the others."""
+    fitting = [row for row in rows if row.fits]
+    lines = [
+        f"{cluster.label}, {cluster.hosts} host(s), {cluster.link.name}; {setting.context:,} tokens of context, "
+        f"{setting.streams} streams, speculation {setting.speculation}, utilisation {setting.utilisation:g}",
+        "Speeds are estimates from a roofline; nothing here was measured on these GPUs.",
+        "",
+    ]
+    if not fitting:
+        return "\n".join([*lines, *others(rows[:SHOWN], "The closest, and what stops each:")])
+    best = fitting[0]
+    lines += [f"Best of {len(rows)} layouts, of which {len(fitting)} fit: {best.layout.name}", ""]
+    lines += summary(best, setting, config)
+    lines += ["", "GiB on a rank of each stage, before the KV cache:", *memory_bars(best.memory), ""]
+    lines += [command_lines(best), "", *reckoning(best, cluster, setting), ""]
+    lines += others(fitting[1 : SHOWN + 1], "The next ones that fit:")
+    rest = rows[len(fitting) :]
+    return "\n".join([*lines, *(others(rest[:3], f"The first of {len(rest)} that do not fit:") if rest else [])])
+
+
+def summary(row: Row, setting: Setting, config: ModelConfig) -> list[str]:
+    """The main figures of a layout, a line each."""
+    layout, kept, speed = row.layout, row.memory, row.estimate
+    cuts = "none" if layout.pp == 1 else "taken by stock vLLM" if row.legal else "need source replicas"
+    if row.replay:
+        replay = f"available; without it prefill would be {speed.replay_off:,.0f} tok/s"
+    else:
+        replay = f"not available; with it prefill would be {speed.replay_on:,.0f} tok/s"
+    return [
+        f"  KV cache        {kept.tokens:,} tokens, {row.contexts:.2f} full contexts "
+        f"({kept.blocks:,} blocks, {kept.per_request:,} per request)",
+        f"  cuts            {cuts}",
+        f"  Engram tables   {row.engram}: {', '.join(f'{t:.1f}' for t in kept.tables)} GiB per rank of each stage",
+        f"  decoder replay  {replay}",
+        f"  expert columns  {columns(row, config)}",
+        f"  prefill         {speed.prefill:,.0f} tok/s (estimated, 64K prompt)",
+        f"  decode step     {speed.decode_ms:.1f} ms (estimated, {setting.streams} streams of {setting.context // 2:,} "
+        "tokens)",
+    ]
+
+
+def columns(row: Row, config: ModelConfig) -> str:
+    """Expert columns per rank of each kind of stage, with the useful share after padding."""
+    inter, hidden = config.moe_intermediate_size, config.hidden_size
+    if row.layout.ep > 1:
+        return f"whole experts, {inter} wide: no padding"
+    widths = sorted({inter // (tp * row.layout.dp) for tp in row.layout.tp_per_stage}, reverse=True)
+    found = [tile(width, hidden) for width in widths]
+    return "; ".join(
+        f"{t.columns} held as {t.padded} ({t.useful:.0%} useful; vLLM alone {t.padded_stock}, {t.useful_stock:.0%})"
+        for t in found
+    )
+
+
+def memory_bars(kept: Memory) -> list[str]:
+    """Each stage's rank: a bar of its budget (``#`` weights, ``+`` the rest, ``.`` KV cache) and its components."""
+    runtime = ("rope", "activations", "workspace", "graphs", "cuda_context")
+    lines = []
+    for i, parts in enumerate(kept.gib):
+        weights = sum(size for name, size in parts.items() if name not in runtime)
+        rest = sum(parts.values()) - weights
+        filled = min(BAR, round(BAR * weights / kept.budget)), round(BAR * rest / kept.budget)
+        bar = ("#" * filled[0] + "+" * filled[1])[:BAR].ljust(BAR, ".")
+        free = kept.budget - weights - rest
+        lines.append(f"  stage {i} [{bar}] weights {weights:.1f} + {rest:.1f}, KV {free:.1f} of {kept.budget:.1f}")
+    for name, label in COMPONENTS:
+        sizes = [parts.get(name, 0.0) for parts in kept.gib]
+        if any(sizes):
+            lines.append(f"    {label:29}" + "".join(f"{size:8.2f}" for size in sizes))
+    return lines
+
+
+def command_lines(row: Row) -> str:
+    """The command, or that there is none and why."""
+    if row.command:
+        return f"Command:\n  {row.command}"
+    why = row.why.removeprefix("best: ")
+    if row.with_replicas:
+        return f"No command: {why}.\nWith source replicas it would be:\n  {row.with_replicas}"
+    return f"No command: {why}."
+
+
+def reckoning(row: Row, cluster: Cluster, setting: Setting) -> list[str]:
+    """The inputs of the estimates; the formulas are those of roofline.py."""
+    gpu, speed = cluster.gpu, row.estimate
+    return [
+        "How the speeds are estimated (formulas: `src/deepinfer_sm80/topology/roofline.py`):",
+        f"  card {gpu.bandwidth:,.0f} GB/s x {roofline.BANDWIDTH_SHARE:g} and {gpu.tflops:g} TFLOP/s x "
+        f"{roofline.PREFILL_SHARE:g}; {cluster.link.name} {cluster.link.rate:g} GB/s, {cluster.link.latency:g} us",
+        f"  a decode step: weights of the experts that {setting.streams * (setting.speculation + 1)} rows reach, "
+        f"{speed.collectives} collectives, {speed.hops} hops, {roofline.LAYER_OVERHEAD * 1e6:g} us a layer",
+    ]
+
+
+def others(rows: Sequence[Row], title: str) -> list[str]:
+    """A line for each row, with what it lost by."""
+    lines = [f"  {row.layout.name}: {row.memory.tokens:,} tokens; {row.why}" for row in rows]
+    return [title, *lines] if lines else []
+
+
+def smallest(found: Sequence[Smallest], setting: Setting) -> str:
+    """The smallest sets that hold a context, a line each."""
+    lines = [f"Smallest sets that hold one context of {setting.context:,} tokens:"]
+    for entry in found:
+        how = " with source replicas" if entry.replicas else ""
+        lines.append(f"  {entry.cluster.label} as {entry.layout.name}{how}")
+    return "\n".join(lines)
+
+
+def capacity_chart(entries: Sequence[tuple[str, int]]) -> list[str]:
+    """A bar per layout, as long as its tokens."""
+    most = max((tokens for _, tokens in entries), default=1) or 1
+    width = max(len(name) for name, _ in entries)
+    return [f"{name:{width}} |{'#' * round(BAR * tokens / most):{BAR}}| {tokens:>12,}" for name, tokens in entries]

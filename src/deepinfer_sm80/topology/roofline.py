@@ -1,0 +1,178 @@
+"""Estimated prefill rate and decode step: bytes and operations of a stage against the card, plus the links.
+
+    prefill chunk of a stage = max(operations / (TP x TFLOP/s x PREFILL_SHARE), weights / (bandwidth x BANDWIDTH_SHARE))
+                               + 2 all-reduces of T x hidden per layer (attention over TP, experts over TP x DP)
+    prefill tokens/s         = T x chunks / ((chunks + PP - 1) x (slowest stage + hop)), for a 64K prompt
+    decode step              = sum over stages of (weights read + cache read) / (bandwidth x BANDWIDTH_SHARE)
+                               + per layer LAYER_OVERHEAD and 2 all-reduces of rows x hidden, + one hop per cut
+
+Two of the constants are assumptions and one is taken from a published run; none is a measurement of this project.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING
+
+from deepinfer_sm80.topology.cluster import NETWORK, Link
+from deepinfer_sm80.topology.footprint import expert_bytes, stage_weights
+from deepinfer_sm80.topology.kv_cache import INDEX_RECORD_BYTES, RECORD_BYTES
+from deepinfer_sm80.topology.layout import replay
+
+if TYPE_CHECKING:
+    from deepinfer_sm80.model.config import ModelConfig
+    from deepinfer_sm80.topology.cluster import Cluster
+    from deepinfer_sm80.topology.footprint import Weights
+    from deepinfer_sm80.topology.layout import Layout, Setting
+
+PREFILL_SHARE = 0.1032  # of the card's TFLOP/s: chosen so that the published 4,507 tok/s come out (published.py)
+BANDWIDTH_SHARE = 0.7  # of the data sheet's bandwidth, assumed
+LAYER_OVERHEAD = 60e-6  # seconds a layer's small kernels take beside its weights, assumed
+PROMPT = 65_536
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Estimate:
+    """``prefill``: tokens/s for one 64K prompt per replica, all replicas together, with decoder replay where the layout
+    has it; ``replay_on``, ``replay_off``: the same if it had it, if not; ``decode_ms``: one step of all streams of one
+    replica; ``hops``, ``collectives``: per step."""
+
+    prefill: float
+    replay_on: float
+    replay_off: float
+    decode_ms: float
+    hops: int
+    collectives: int
+
+
+def estimate(found: Weights, layout: Layout, setting: Setting, cluster: Cluster) -> Estimate:
+    """What the formulas above give. Expects a layout of no more GPUs than the cluster has."""
+    off = _prefill(found, layout, setting, cluster, skip=False)
+    on = _prefill(found, layout, setting, cluster, skip=True)
+    collectives = sum(2 * n for n, tp in zip(layout.split, layout.tp_per_stage, strict=True) if tp * layout.dp > 1)
+    decode = _decode(found, layout, setting, cluster)
+    return Estimate(on if replay(found.config, layout) else off, on, off, 1e3 * decode, layout.pp - 1, collectives)
+
+
+def links(layout: Layout, cluster: Cluster) -> tuple[list[Link], list[Link]]:
+    """The link of each stage's collectives and of each hop: the network's wherever the GPUs are on two hosts."""
+    stages, hops, first = [], [], 0
+    for i, tp in enumerate(layout.tp_per_stage):
+        last = first + tp - 1
+        together = first // cluster.per_host == last // cluster.per_host
+        stages.append(cluster.link if together else NETWORK)
+        if i + 1 < layout.pp:
+            hops.append(cluster.link if last // cluster.per_host == (last + 1) // cluster.per_host else NETWORK)
+        first += tp
+    return stages, hops
+
+
+def _reduce(size: float, ranks: int, link: Link) -> float:
+    return 0.0 if ranks == 1 else link.latency * 1e-6 + 2 * (ranks - 1) / ranks * size / (link.rate * 1e9)
+
+
+def _layer_collectives(layout: Layout, cluster: Cluster, stage: int, size: float, link: Link) -> float:
+    """Seconds of a layer's two: attention over TP, experts over TP x DP with every replica's tokens."""
+    tp = layout.tp_per_stage[stage]
+    wide = NETWORK if layout.dp > 1 and cluster.hosts > 1 else link
+    return _reduce(size, tp, link) + _reduce(size * layout.dp, tp * layout.dp, wide)
+
+
+def _hop(config: ModelConfig, rows: float, links_: list[Link]) -> float:
+    size = rows * config.hc_mult * (config.hidden_size * 2 + 4)
+    return max((link.latency * 1e-6 + size / (link.rate * 1e9) for link in links_), default=0.0)
+
+
+def _operations(config: ModelConfig, layer: int, context: float) -> float:
+    """Floating-point operations of a token in a layer, ``context`` tokens behind it."""
+    hidden, width = config.hidden_size, config.num_attention_heads * config.head_dim
+    experts = (config.num_experts_per_tok + config.n_shared_experts) * 3 * hidden * config.moe_intermediate_size
+    low = config.o_groups * config.o_lora_rank
+    dense = hidden * (config.q_lora_rank + config.head_dim) + config.q_lora_rank * width
+    dense += low * width // config.o_groups + low * hidden
+    keys = config.sliding_window + (config.index_topk if config.compress_ratios[layer] else 0)
+    attention = 2 * width * keys
+    index = 0.0
+    if layer in config.index_source_layer_ids:
+        scored = _scored(config, layer, context)
+        index = config.index_n_heads * config.index_head_dim * (scored + config.q_lora_rank)
+    return 2.0 * (experts + dense + attention + index)
+
+
+def _scored(config: ModelConfig, layer: int, context: float) -> float:
+    """Index keys scored per row. Layers after the candidates' source score the candidates only."""
+    rows = context / config.compress_ratios[layer]
+    after = config.candidate_source_layer_id >= 0 and layer > config.candidate_source_layer_id
+    return min(rows, config.candidate_topk_blocks * config.candidate_block_size) if after else rows
+
+
+def _prefill(found: Weights, layout: Layout, setting: Setting, cluster: Cluster, skip: bool) -> float:
+    config, gpu, tokens = found.config, cluster.gpu, setting.batched_tokens
+    cut = max(config.kv_source_layer_ids)
+    stage_links, hops = links(layout, cluster)
+    slowest = 0.0
+    for i, (first, end) in enumerate(layout.bounds):
+        tp = layout.tp_per_stage[i]
+        run = range(first, min(end, cut) if skip else end)
+        work = tokens * sum(_operations(config, layer, PROMPT / 2) for layer in run)
+        compute = work / (tp * gpu.tflops * 1e12 * PREFILL_SHARE)
+        read = _resident(found, layout, setting, i) * len(run) / max(1, end - first)
+        loading = read / (gpu.bandwidth * 1e9 * BANDWIDTH_SHARE)
+        size = tokens * config.hidden_size * 2
+        joined = _layer_collectives(layout, cluster, i, size, stage_links[i])
+        slowest = max(slowest, max(compute, loading) + len(run) * joined)
+    slowest += _hop(config, tokens, hops)
+    chunks = -(-PROMPT // tokens)
+    return layout.dp * tokens * chunks / ((chunks + layout.pp - 1) * slowest)
+
+
+def _resident(found: Weights, layout: Layout, setting: Setting, stage: int) -> int:
+    first, end = layout.bounds[stage]
+    parts = stage_weights(found, first, end, layout.cut(stage, setting))
+    return sum(size for name, size in parts.items() if name != "engram_tables")
+
+
+def _touched(experts: int, chosen: int, rows: float) -> float:
+    """Experts that ``rows`` tokens reach if each picks ``chosen`` at random."""
+    missed: float = (1 - chosen / experts) ** rows
+    return experts * (1 - missed)
+
+
+def _imbalance(ranks: int, reached: float) -> float:
+    """Load of the fullest of ``ranks`` against the mean when ``reached`` experts fall on them at random."""
+    return 1.0 if ranks == 1 else 1 + math.sqrt(2 * math.log(ranks) * ranks / reached)
+
+
+def _decode(found: Weights, layout: Layout, setting: Setting, cluster: Cluster) -> float:
+    config, rate = found.config, cluster.gpu.bandwidth * 1e9 * BANDWIDTH_SHARE
+    streams = -(-setting.streams // layout.dp)
+    rows = streams * (setting.speculation + 1)
+    stage_links, hops = links(layout, cluster)
+    share = _touched(config.n_routed_experts, config.num_experts_per_tok, rows * layout.dp) / config.n_routed_experts
+    seconds = sum((_hop(config, rows, [link]) for link in hops), 0.0)
+    for i, (first, end) in enumerate(layout.bounds):
+        parts = stage_weights(found, first, end, layout.cut(i, setting), 0, (False, i == layout.pp - 1))
+        read = sum(size for name, size in parts.items() if name not in ("engram_tables", "experts"))
+        read += int(parts["experts"] * min(1.0, share * _imbalance(layout.ep, config.n_routed_experts * share)))
+        for layer in range(first, end):
+            read += (
+                rows * RECORD_BYTES * (config.sliding_window + config.index_topk * bool(config.compress_ratios[layer]))
+            )
+            if layer in config.index_source_layer_ids:
+                read += int(streams * INDEX_RECORD_BYTES * _scored(config, layer, setting.context / 2))
+        layers = end - first
+        if setting.speculation and i == layout.pp - 1:
+            read += _draft_read(found, layout, setting, i, streams)
+            layers += config.num_nextn_predict_layers
+        joined = _layer_collectives(layout, cluster, i, rows * config.hidden_size * 2, stage_links[i])
+        seconds += read / rate + layers * (LAYER_OVERHEAD + joined)
+    return seconds
+
+
+def _draft_read(found: Weights, layout: Layout, setting: Setting, stage: int, streams: int) -> int:
+    config, cut = found.config, layout.cut(stage, setting)
+    held = stage_weights(found, 0, 0, cut, setting.speculation, (False, True)).get("draft", 0)
+    experts = config.num_nextn_predict_layers * expert_bytes(config, cut, config.dspark_n_routed_experts)
+    reached = _touched(config.dspark_n_routed_experts, config.dspark_num_experts_per_tok, streams * setting.speculation)
+    return held - experts + int(experts * reached / config.dspark_n_routed_experts)

@@ -1,0 +1,84 @@
+"""The ``vllm serve`` line of a layout, or why there is none; where Engram's tables go."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from typing import TYPE_CHECKING
+
+from deepinfer_sm80.topology.layout import legal_stock
+
+if TYPE_CHECKING:
+    from deepinfer_sm80.model.config import ModelConfig
+    from deepinfer_sm80.topology.cluster import Cluster
+    from deepinfer_sm80.topology.layout import Layout, Memory, Setting
+
+# What this package's plugin adds to vLLM 0.33.0's pipelines. Change them with the plugin: the commands follow.
+SOURCE_REPLICAS = False  # a stage holds its own copy of a KV source that an earlier stage owns
+DRAFT_OVER_PIPELINE = False  # DSpark with more than one stage, which vLLM refuses
+HOST_RESERVE = 16.0  # GiB of RAM for the system and, below, each rank's process (assumed)
+RANK_RESERVE = 2.0
+
+
+def unservable(config: ModelConfig, layout: Layout) -> str:
+    """Why vLLM cannot run ``layout`` whatever its memory; empty where it can."""
+    if not layout.uniform:
+        return "vLLM gives every stage the same tensor-parallel size, so there is no command for this"
+    if not legal_stock(config, layout) and not SOURCE_REPLICAS:
+        return "a cut inside a KV-sharing group needs source replicas, which stock vLLM does not place"
+    return ""
+
+
+def notes(layout: Layout, setting: Setting) -> str:
+    """What the command leaves out; empty where nothing."""
+    if layout.pp > 1 and setting.speculation and not DRAFT_OVER_PIPELINE:
+        return "the command is without speculation, which vLLM refuses over a pipeline (its memory is counted)"
+    return ""
+
+
+def command(layout: Layout, setting: Setting, cluster: Cluster, checkpoint: str, engram: str) -> str:
+    """The line that serves ``layout``. Expects equal stages."""
+    words: list[object] = ["vllm", "serve", checkpoint, "--tensor-parallel-size", layout.tp]
+    if layout.pp > 1:
+        words += ["--pipeline-parallel-size", layout.pp]
+    if layout.dp > 1:
+        words += ["--data-parallel-size", layout.dp]
+    if layout.ep > 1:
+        words.append("--enable-expert-parallel")
+    if cluster.hosts > 1:
+        words += ["--distributed-executor-backend", "ray"]
+        words += ["--data-parallel-backend", "ray"] if layout.dp > 1 else []
+    words += ["--max-model-len", setting.context, "--max-num-batched-tokens", setting.batched_tokens]
+    words += ["--max-num-seqs", setting.streams, "--gpu-memory-utilization", f"{setting.utilisation:g}"]
+    words += ["--engram-config", json.dumps({"use_thp": True} if engram == "host" else {"cpu_offload": False})]
+    words += ["--limit-mm-per-prompt", json.dumps({"image": 0})]
+    if setting.speculation and not notes(layout, setting):
+        draft = {"method": "dspark", "model": checkpoint, "num_speculative_tokens": setting.speculation}
+        words += ["--speculative-config", json.dumps(draft)]
+    line = " ".join(shlex.quote(str(word)) for word in words)
+    if layout.pp > 1:
+        line = f"VLLM_PP_LAYER_PARTITION={','.join(map(str, layout.split))} {line}"
+    return line
+
+
+def ram_needed(layout: Layout, tables: tuple[float, ...], cluster: Cluster) -> float:
+    """GiB of RAM the fullest host needs: Engram's tables of its ranks, once for data-parallel replicas that share the
+    host, and the processes."""
+    need, replica = 0.0, sum(layout.tp_per_stage)
+    for host in range(cluster.hosts):
+        ranks = range(host * cluster.per_host, (host + 1) * cluster.per_host)
+        held = {rank % replica for rank in ranks}
+        stage_of = [i for i, tp in enumerate(layout.tp_per_stage) for _ in range(tp)]
+        need = max(need, sum(tables[stage_of[r]] for r in held) + HOST_RESERVE + RANK_RESERVE * len(ranks))
+    return need
+
+
+def placement(layout: Layout, found: Memory, cluster: Cluster) -> tuple[str, str]:
+    """``host``, or ``disk`` with the reason: vLLM keeps the tables in RAM or on the GPU and has no third way."""
+    need = ram_needed(layout, found.tables, cluster)
+    if cluster.ram is None or need * 2**30 <= cluster.ram:
+        return "host", ""
+    return "disk", (
+        f"Engram's tables and the processes need {need:.0f} GiB of RAM on a host that has {cluster.ram / 2**30:.0f}; "
+        "vLLM has no form that reads them from disk"
+    )

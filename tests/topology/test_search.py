@@ -1,0 +1,265 @@
+"""The order, the cuts, the verdicts and the commands."""
+
+import dataclasses
+import itertools
+import shlex
+from pathlib import Path
+
+import pytest
+
+from deepinfer_sm80.errors import PlanError
+from deepinfer_sm80.model.config import ModelConfig
+from deepinfer_sm80.topology import page, published, roofline, serve
+from deepinfer_sm80.topology.cluster import Gpu, cluster
+from deepinfer_sm80.topology.cuts import best_split, even_split, legal_starts
+from deepinfer_sm80.topology.footprint import weights
+from deepinfer_sm80.topology.layout import Layout, Setting, legal_stock, memory, replay
+from deepinfer_sm80.topology.search import judge, longest_context, plan, smallest_sets
+
+ROOT = Path(__file__).parents[2]
+CONFIG = ModelConfig()
+FOUND = weights(CONFIG)
+SETTING = Setting()
+SIX = cluster("6xA100-64GB")
+
+
+def by_split(rows):
+    return {(row.layout.tp_per_stage, row.layout.split, row.layout.dp, row.layout.ep): row for row in rows}
+
+
+@pytest.mark.parametrize("point", published.CAPACITIES, ids=lambda p: p.what)
+def test_published_capacities_under_one_setting(point):
+    """5 % where the publication states what decides; the asymmetric one lies between its two readings."""
+    got = published.compare(FOUND, point)
+    if "TP4" in point.what:
+        ((_, other),) = published.other_readings(FOUND, point)
+        assert got < point.low < other
+        assert -0.2 < point.deviation(got) < 0
+    else:
+        assert abs(point.deviation(got)) <= 0.05
+
+
+def test_the_published_prefill_is_what_the_constant_was_taken_from():
+    speed = roofline.estimate(FOUND, Layout((14, 14, 12), (2, 2, 2)), SETTING, cluster("6xGA100-64GB"))
+    assert speed.prefill == pytest.approx(published.PREFILL_64K, rel=0.01)
+
+
+def test_six_gpus_need_replicas_and_the_published_layout_is_judged():
+    rows = plan(FOUND, SIX, SETTING)
+    assert rows[0].fits
+    assert rows[0].layout.tp_per_stage == (2, 2, 2)
+    assert not any(row.command for row in rows), "no legal cut of equal stages fits six 64-GB GPUs"
+    row = by_split(rows)[(2, 2, 2), (14, 14, 12), 1, 1]
+    assert (row.fits, row.legal, row.replay) == (True, False, False)
+    assert row.with_replicas.startswith("VLLM_PP_LAYER_PARTITION=14,14,12 vllm serve")
+    asymmetric = by_split(rows)[(2, 4), (14, 26), 1, 1]
+    assert (asymmetric.fits, asymmetric.legal, asymmetric.replay) == (True, True, True)
+    assert asymmetric.command is asymmetric.with_replicas is None
+    assert "same tensor-parallel size" in asymmetric.why
+
+
+def test_order_and_reasons():
+    rows = plan(FOUND, cluster("8xA100-80GB"), SETTING)
+    fits = [row.fits for row in rows]
+    assert fits == sorted(fits, reverse=True)
+    served = [bool(row.command) for row in rows if row.fits]
+    assert served == sorted(served, reverse=True)
+    times = [row.job_seconds(4) for row in rows if row.fits and row.command]
+    assert times == sorted(times)
+    assert rows[0].why.startswith("best: ")
+    assert all("the best's time" in row.why for row in rows[1:] if row.fits)
+    assert all("needs" in row.why or "of a context" in row.why for row in rows if not row.fits)
+    assert rows == plan(FOUND, cluster("8xA100-80GB"), SETTING), "the same twice"
+
+
+def test_every_layout_uses_every_gpu_and_every_layer():
+    rows = plan(FOUND, cluster("8xA100-80GB"), SETTING)
+    assert all(row.layout.gpus == 8 and sum(row.layout.split) == 40 for row in rows)
+    assert len({row.layout for row in rows}) == len(rows)
+    shapes = {(row.layout.tp, row.layout.pp, row.layout.dp) for row in rows if row.layout.uniform}
+    assert shapes == {(t, 8 // (t * d), d) for t in (1, 2, 4, 8) for d in (1, 2, 4, 8) if 8 % (t * d) == 0}
+    assert {row.layout.tp_per_stage for row in rows} >= {(2, 2, 4), (4, 2, 2), (4, 4)}
+
+
+def test_legal_cuts_are_vllms():
+    assert legal_starts(CONFIG) == (1, 2, 8, 14, 20)
+    assert even_split(40, 3) == (13, 14, 13)
+    assert even_split(40, 6) == (6, 7, 7, 7, 7, 6)
+    assert not legal_stock(CONFIG, Layout((13, 14, 13), (1,) * 3))
+    assert replay(CONFIG, Layout((8, 12, 20), (1,) * 3))
+    assert not replay(CONFIG, Layout((14, 14, 12), (1,) * 3))
+    assert not replay(CONFIG, Layout((40,), (2,), dp=2, ep=4)), "sequence parallelism"
+
+
+@pytest.mark.parametrize("ways", [(2, 2, 2), (2, 4), (4, 2)])
+def test_the_best_split_is_the_best_of_all(ways):
+    def room(split):
+        kept = memory(FOUND, Layout(split, ways), SETTING, 63.4)
+        return min(k / b for k, b in zip(kept.kv_bytes, kept.block_bytes, strict=True))
+
+    cuts = itertools.combinations(range(1, 40), len(ways) - 1)
+    splits = [tuple(b - a for a, b in itertools.pairwise((0, *c, 40))) for c in cuts]
+    assert room(best_split(FOUND, ways, 1, 1, SETTING, 63.4)) == max(map(room, splits))
+
+
+def test_memory_adds_up_to_the_budget():
+    kept = memory(FOUND, Layout((14, 14, 12), (2, 2, 2)), SETTING, 63.4)
+    for parts, kv in zip(kept.gib, kept.kv_bytes, strict=True):
+        assert sum(parts.values()) + kv / 2**30 == pytest.approx(kept.budget, abs=1e-6)
+    assert kept.tables == pytest.approx((47.2, 47.2, 0), abs=0.05)
+    # four requests of the full context as bf16 rows of 1,024 bytes, half of it where only ratio 2 is read
+    assert kept.gib[1]["workspace"] - kept.gib[0]["workspace"] == pytest.approx(2, abs=0.01)
+    assert kept.gib[0]["rope"] == 0.5
+
+
+def test_the_command_is_complete():
+    row = judge(FOUND, Layout((40,), (8,), ep=8), cluster("8xA100-80GB"), SETTING, "my dir")
+    words = shlex.split(row.command)
+    assert words[:3] == ["vllm", "serve", "my dir"]
+    options = dict(zip(words[3::2], words[4::2], strict=False))
+    assert options["--tensor-parallel-size"] == "8"
+    assert "--enable-expert-parallel" in words
+    for option, value in (
+        ("--max-model-len", "1048576"),
+        ("--engram-config", '{"use_thp": true}'),
+        ("--gpu-memory-utilization", "0.95"),
+        ("--max-num-batched-tokens", "2048"),
+    ):
+        assert words[words.index(option) + 1] == value
+    assert '"num_speculative_tokens": 5' in words[words.index("--speculative-config") + 1]
+
+
+def test_a_pipeline_over_hosts_runs_on_ray_and_says_what_it_leaves_out():
+    row = judge(FOUND, Layout((20, 20), (8, 8)), cluster("16xA100-40GB", hosts=2), SETTING)
+    assert row.fits
+    assert row.command.startswith("VLLM_PP_LAYER_PARTITION=20,20 vllm serve DIR")
+    assert "--distributed-executor-backend ray" in row.command
+    assert "--speculative-config" not in row.command
+    assert "without speculation" in row.why
+    alone = judge(FOUND, row.layout, cluster("16xA100-40GB", hosts=2), dataclasses.replace(SETTING, speculation=0))
+    assert "without speculation" not in alone.why
+
+
+def test_the_flags_follow_the_plugin():
+    """serve.py says what the plugin adds to pipelines; when the plugin gets its pipeline module, say so there."""
+    there = (ROOT / "src/deepinfer_sm80/vllm_plugin/pipeline.py").exists()
+    assert there == serve.SOURCE_REPLICAS == serve.DRAFT_OVER_PIPELINE
+
+
+def test_replicas_turn_into_a_command_when_the_plugin_has_them(monkeypatch):
+    monkeypatch.setattr(serve, "SOURCE_REPLICAS", True)
+    monkeypatch.setattr(serve, "DRAFT_OVER_PIPELINE", True)
+    row = judge(FOUND, Layout((14, 14, 12), (2, 2, 2)), SIX, SETTING)
+    assert row.command.startswith("VLLM_PP_LAYER_PARTITION=14,14,12 ")
+    assert "num_speculative_tokens" in row.command
+
+
+def test_engram_needs_ram_or_the_gpu():
+    layout = Layout((40,), (8,))
+    rich = judge(FOUND, layout, cluster("8xA100-80GB", ram="256GB"), SETTING)
+    assert (rich.engram, rich.fits) == ("host", True)
+    poor = judge(FOUND, layout, cluster("8xA100-80GB", ram="128GB"), SETTING)
+    assert (poor.engram, poor.fits) == ("gpu", True)
+    assert '{"cpu_offload": false}' in poor.command
+    assert poor.memory.gib[0]["engram_tables"] == pytest.approx(23.6, abs=0.1)
+    assert poor.memory.tokens < rich.memory.tokens
+    none = judge(FOUND, layout, cluster("8xA100-64GB", ram="128GB"), SETTING)
+    assert (none.engram, none.fits, none.command) == ("disk", False, None)
+    assert "GiB of RAM on a host that has 128" in none.why
+
+
+def test_hosts_hold_only_their_stages_tables():
+    two = cluster("16xA100-40GB", hosts=2)
+    split = Layout((14, 26), (8, 8))
+    kept = memory(FOUND, split, SETTING, 39.4)
+    assert serve.ram_needed(split, kept.tables, two) == pytest.approx(94.4 + 16 + 16, abs=0.1)
+    shared = Layout((40,), (4,), dp=2, ep=8)
+    tables = memory(FOUND, shared, SETTING, 79.2).tables
+    assert serve.ram_needed(shared, tables, cluster("8xA100-80GB")) == pytest.approx(188.8 + 16 + 16, abs=0.1)
+
+
+def test_links_of_stages_that_span_hosts():
+    stages, hops = roofline.links(Layout((20, 20), (8, 8)), cluster("16xA100-40GB", hosts=2))
+    assert [link.name for link in (*stages, *hops)] == ["nvlink", "nvlink", "100 Gb/s network"]
+    stages, _ = roofline.links(Layout((40,), (8,)), cluster("8xA100-40GB", hosts=2))
+    assert stages[0].name == "100 Gb/s network"
+
+
+def test_speeds_move_the_right_way():
+    eight = cluster("8xA100-80GB")
+    tp8 = roofline.estimate(FOUND, Layout((40,), (8,)), SETTING, eight)
+    assert tp8.replay_on > 1.8 * tp8.replay_off, "half of the layers run over a window only"
+    assert (tp8.hops, tp8.collectives) == (0, 80)
+    more = roofline.estimate(FOUND, Layout((40,), (8,)), dataclasses.replace(SETTING, streams=16), eight)
+    assert more.decode_ms > tp8.decode_ms
+    slow = roofline.estimate(FOUND, Layout((40,), (8,)), SETTING, cluster("8xA100-80GB", link="pcie3"))
+    assert slow.decode_ms > tp8.decode_ms
+    assert slow.prefill < tp8.prefill
+
+
+def test_nothing_fits_and_what_does():
+    assert not any(row.fits for row in plan(FOUND, cluster("2xA100-40GB"), SETTING))
+    assert longest_context(FOUND, cluster("2xA100-40GB"), SETTING) is None
+    tokens, layout = longest_context(FOUND, cluster("16x24GB", hosts=2), SETTING)
+    assert tokens % 4096 == 0
+    assert 0 < tokens < 1048576
+    for context, fits in ((tokens, True), (tokens + 4096, False)):
+        row = judge(FOUND, layout, cluster("16x24GB", hosts=2), dataclasses.replace(SETTING, context=context))
+        assert row.fits is fits
+
+
+def test_smallest_sets_are_the_smallest():
+    found = {(s.cluster.label, s.replicas): s for s in smallest_sets(FOUND, SETTING)}
+    assert found["6xA100-64GB", True].layout.tp_per_stage == (2, 2, 2)
+    assert ("8xA100-80GB", False) in found
+    for entry in found.values():
+        gpus = entry.cluster
+        assert judge(FOUND, entry.layout, gpus, SETTING).fits
+    assert not any(row.fits for row in plan(FOUND, cluster("5xA100-64GB"), SETTING))
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("6xA100-64GB", (6, "A100", 64)),
+        ("8 x a6000", (8, "A6000", 48)),
+        ("6xA100-64", (6, "A100", 64)),
+        ("8xA100", (8, "A100", 80)),
+        ("16x24GB", (16, "RTX3090", 24)),
+        ("4xRTX-3090-24GB", (4, "RTX3090", 24)),
+    ],
+)
+def test_gpu_strings(text, found):
+    group = cluster(text)
+    assert (group.count, group.gpu.name, group.gpu.memory) == found
+
+
+def test_an_unknown_gpu_by_its_figures():
+    assert cluster("8xMyCard:48GB:900GB/s:150TFLOPS").gpu == Gpu("MyCard", 48, 47.3, 900, 150)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "A100", "0xA100", "6xH100-80GB", "6xA100-96GB", "6xMy:0GB:9GB/s:1TF", "x", "9999xA100"]
+)
+def test_impossible_gpu_strings(text):
+    with pytest.raises(PlanError, match="--gpus must be"):
+        cluster(text)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"hosts": 4}, "divisor of 6"),
+        ({"hosts": 0}, "divisor of 6"),
+        ({"ram": "lots"}, "512GB"),
+        ({"link": "string"}, "nvlink"),
+    ],
+)
+def test_impossible_clusters(arguments, match):
+    with pytest.raises(PlanError, match=match):
+        cluster("6xA100-64GB", **arguments)
+
+
+def test_the_page_is_in_step():
+    written = (ROOT / "docs/05_TOPOLOGY_1M_CONTEXT_ANALYSIS_SM80.md").read_text(encoding="utf-8")
+    assert written == page.page(), "run make docs"
