@@ -1,8 +1,13 @@
+import importlib
 import os
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from deepinfer_sm80 import ops
+from deepinfer_sm80.testing.cloning import clone_arguments, storage_bytes
+from deepinfer_sm80.testing.poison import poisoned_empty
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":
@@ -45,3 +50,24 @@ class _ForbidHostSync(TorchDispatchMode):
 def forbid_host_sync():
     """``with forbid_host_sync(): launcher(...)`` fails where capture would, also on a CPU (PyTorch launchers only)."""
     return _ForbidHostSync
+
+
+@pytest.fixture
+def kernel_gives_the_same_bits():
+    """``f(op, kwargs)``: an exact kernel gives its reference's bits in poisoned memory and writes no other byte."""
+
+    def check(op, kwargs):
+        kernel = getattr(importlib.import_module(f"{ops.__name__}.{ops.OPS[op]}.{op}.kernel"), op)
+        for_kernel, for_reference = clone_arguments(kwargs), clone_arguments(kwargs)
+        with poisoned_empty():
+            got = kernel(**for_kernel)
+        want = ops.spec(op).reference(**for_reference)
+        got, want = (v if isinstance(v, tuple) else (v,) for v in (got, want))
+        for g, w in zip(got, want, strict=True):
+            assert (g is None and w is None) or (g.dtype, g.shape) == (w.dtype, w.shape)
+            assert g is None or torch.equal(g.contiguous().view(torch.uint8), w.contiguous().view(torch.uint8))
+        for name, value in kwargs.items():
+            if isinstance(value, torch.Tensor):
+                assert torch.equal(storage_bytes(for_kernel, name), storage_bytes(for_reference, name)), name
+
+    return check

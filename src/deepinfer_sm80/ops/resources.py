@@ -51,11 +51,11 @@ def compile_variant(variant: Variant, capability: tuple[int, int]) -> Resources:
     names = list(variant.arguments)
     signature = {**variant.arguments, **dict.fromkeys(variant.constants, "constexpr")}
     attributes = {
-        (i,): [["tt.divisibility", ALIGNMENT]] for i, name in enumerate(names) if variant.arguments[name].startswith("*")
+        (i,): [["tt.divisibility", ALIGNMENT]]
+        for i, name in enumerate(names)
+        if variant.arguments[name].startswith("*") and name not in variant.unaligned
     }
-    source = ASTSource(
-        fn=variant.function(), signature=signature, constexprs=dict(variant.constants), attrs=attributes
-    )
+    source = ASTSource(fn=variant.function(), signature=signature, constexprs=dict(variant.constants), attrs=attributes)
     arch = capability[0] * 10 + capability[1]
     built = triton.compile(
         source,
@@ -88,8 +88,6 @@ def compile_all(
         return list(pool.map(lambda pair: compile_variant(*pair), pairs))
 
 
-
-
 def _assemble(ptx: str, arch: int) -> tuple[int, int, int]:
     """(stack bytes, spilled bytes, registers) as ptxas reports them."""
     import triton.backends.nvidia
@@ -98,7 +96,7 @@ def _assemble(ptx: str, arch: int) -> tuple[int, int, int]:
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ptx"
         source.write_text(ptx)
-        command = [ptxas, "-v", f"-arch=sm_{arch}", source, "-o", Path(folder) / "kernel.cubin"]
+        command = [str(ptxas), "-v", f"-arch=sm_{arch}", str(source), "-o", str(Path(folder) / "kernel.cubin")]
         report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     stack, stores, loads = map(int, _PTXAS.findall(report)[-1])
     return stack, stores + loads, int(_REGISTERS.findall(report)[-1])

@@ -30,6 +30,8 @@ class Variant:
     ``kernel``: "module:function" of a ``triton.jit`` function whose integer arguments are all in ``do_not_specialize``.
     ``arguments``: run-time arguments in order with their Triton types ("*bf16", "*u8", "*i32", "i32", "i64", "fp32").
     ``constants``: the constexpr arguments. ``may_spill``: the measured reason why spilled registers are accepted.
+    ``unaligned``: pointers that may start at any element, such as a slice of a batch's lengths. They are compiled
+    without ALIGNMENT, and named in the kernel's ``do_not_specialize_on_alignment``.
     """
 
     op: str
@@ -40,6 +42,7 @@ class Variant:
     num_warps: int = 4
     num_stages: int = 2
     may_spill: str = ""
+    unaligned: tuple[str, ...] = ()
 
     @property
     def key(self) -> str:
@@ -57,7 +60,7 @@ def run(variant: Variant, grid: tuple[int, ...], *arguments: Any) -> None:
     in the middle of serving.
     """
     for name, value in zip(variant.arguments, arguments, strict=True):
-        if hasattr(value, "data_ptr") and value.data_ptr() % ALIGNMENT:
+        if hasattr(value, "data_ptr") and name not in variant.unaligned and value.data_ptr() % ALIGNMENT:
             raise TensorContractError(
                 op=variant.op,
                 name=name,

@@ -5,6 +5,7 @@ import torch
 
 from deepinfer_sm80 import ops
 from deepinfer_sm80.errors import TensorContractError
+from deepinfer_sm80.ops.attention.combine_topk_swa_indices.kernel import combine_topk_swa_indices as kernel
 from deepinfer_sm80.testing.graphs import NoHostSync
 
 OP = "combine_topk_swa_indices"
@@ -14,8 +15,8 @@ def i32(values, device):
     return torch.tensor(values, dtype=torch.int32, device=device)
 
 
-def both(kwargs):
-    return [ops.spec(OP).reference(**kwargs), ops.launcher(OP)(**kwargs)]
+def every(kwargs):
+    return [run(**kwargs) for run in (ops.spec(OP).reference, ops.launcher(OP), kernel)]
 
 
 def test_hand_worked_request(device):
@@ -34,7 +35,7 @@ def test_hand_worked_request(device):
     # token 0: pos 8, four closed groups, window 5..8 -> rows 26+5-1..; token 1: pos 9, five groups, window 6..9
     first = [20, 21, 22, 23, 30, 31, 32, 33]
     second = [24, -1, -1, 22, 21, 31, 32, 33, 34]
-    for indices, lens in both(kwargs):
+    for indices, lens in every(kwargs):
         assert indices.shape == (2, 128)
         assert lens.tolist() == [8, 9]
         assert indices[0].tolist() == first + [-1] * 120
@@ -58,7 +59,7 @@ def test_regions_at_the_edges(seq_len, ratio, device):
     }
     compressed = min(seq_len // ratio, 512) if ratio else 0
     window = min(seq_len, 128)
-    for indices, lens in both(kwargs):
+    for indices, lens in every(kwargs):
         assert indices.shape[1] == (640 if ratio else 128)
         assert lens.item() == compressed + window
         want = list(range(compressed)) + list(range(1100, 1100 + window))
@@ -68,7 +69,7 @@ def test_regions_at_the_edges(seq_len, ratio, device):
 def test_window_rows_never_reach_the_next_request(device):
     kwargs = dict(dict(ops.spec(OP).cases(device))["ratio1"])
     kwargs["M"] = kwargs["N"] + 50  # too small for 128 window rows
-    for indices, lens in both(kwargs):
+    for indices, lens in every(kwargs):
         rows, listed = indices[3:8], torch.arange(640, device=device) < lens[3:8, None]  # the second request's tokens
         assert (rows[rows >= 0] // kwargs["M"] == 1).all()
         assert (rows[:, 512:][listed[:, 512:]] == -1).sum() == 128 * 5 - (50 + 49 + 48 + 47 + 46)
@@ -120,3 +121,43 @@ def test_wrong_width_of_a_caller_buffer_is_refused(device):
     out = (torch.zeros(T, 512, dtype=torch.int32, device=device), torch.zeros(T, dtype=torch.int32, device=device))
     with pytest.raises(TensorContractError, match=r"out\[0\] must be torch.int32 of shape \[T=12, 640\]"):
         ops.launcher(OP)(**kwargs, out=out)
+
+
+@pytest.mark.parametrize("name", [name for name, _ in ops.spec(OP).cases("cpu")])
+def test_kernel_gives_the_same_bits(name, device, kernel_gives_the_same_bits):
+    kernel_gives_the_same_bits(OP, dict(ops.spec(OP).cases(device))[name])
+
+
+def test_kernel_with_many_requests_and_slices(device, kernel_gives_the_same_bits):
+    """More requests than one step of the search, some of them empty; every array begins between aligned addresses."""
+    g = torch.Generator(device).manual_seed(5)
+    counts = torch.randint(0, 3, (150,), generator=g, device=device)
+    starts = torch.nn.functional.pad(counts.cumsum(0), (2, 0)).int()[1:]
+    T = int(counts.sum()) + 2
+    seq_lens = torch.randint(0, 900, (151,), generator=g, device=device, dtype=torch.int32)
+    kwargs = {
+        "topk_indices": torch.randint(-9, 700, (T, 67), generator=g, device=device, dtype=torch.int32)[:, 1:],
+        "query_start_loc": starts,
+        "seq_lens": seq_lens[1:],
+        "gather_lens": (seq_lens.clamp(max=130))[1:],
+        "window_size": 128,
+        "compress_ratio": 2,
+        "topk": 66,
+        "M": 900,
+        "N": 600,
+    }
+    kernel_gives_the_same_bits(OP, kwargs)
+
+
+def test_kernel_overwrites_caller_buffers_whole(device):
+    kwargs = dict(dict(ops.spec(OP).cases(device))["ratio1"])
+    T = len(kwargs["topk_indices"])
+    wide, lens = (torch.full((T, w), 77, dtype=torch.int32, device=device) for w in (701, 1))
+    out = (wide[:, 1:641], lens[:, 0])
+    got = kernel(**kwargs, out=out)
+    want = ops.spec(OP).reference(**kwargs)
+    assert got[0] is out[0]
+    assert torch.equal(out[0], want[0])
+    assert torch.equal(out[1], want[1])
+    assert (wide[:, :1] == 77).all()
+    assert (wide[:, 641:] == 77).all()

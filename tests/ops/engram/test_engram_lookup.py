@@ -8,9 +8,11 @@ import torch
 
 from deepinfer_sm80 import ops
 from deepinfer_sm80.errors import TensorContractError
+from deepinfer_sm80.ops.engram.engram_lookup.kernel import engram_lookup as kernel
 
 OP = "engram_lookup"
 launch = ops.launcher(OP)
+LAUNCHERS = pytest.mark.parametrize("launch", [launch, kernel])
 room = sys.modules[launch.__module__]
 
 
@@ -18,7 +20,8 @@ def example(device, case="T37-vocab-shard"):
     return dict(dict(ops.spec(OP).cases(device))[case])
 
 
-def test_scale_belongs_to_32_dims(device):
+@LAUNCHERS
+def test_scale_belongs_to_32_dims(launch, device):
     weight = torch.full((2, 256), 0x38, dtype=torch.uint8, device=device)  # 1.0
     weight[1] = 0xC0  # -2.0
     scale = torch.tensor([list(range(124, 132)), [127] * 8], dtype=torch.uint8, device=device)
@@ -28,7 +31,8 @@ def test_scale_belongs_to_32_dims(device):
     assert torch.equal(got[0, 1].view(8, 32).amin(1), got[0, 1].view(8, 32).amax(1))
 
 
-def test_every_code_under_every_scale(device):
+@LAUNCHERS
+def test_every_code_under_every_scale(launch, device):
     weight = torch.arange(256, dtype=torch.uint8, device=device).expand(32, 256).contiguous()
     scale = torch.arange(256, dtype=torch.uint8, device=device).view(32, 8)
     got = launch(weight, scale, torch.arange(32, device=device)[:, None], 0, 1, 0, 32)[:, 0].double().cpu()
@@ -69,7 +73,8 @@ def test_head_shards_join(device):
     assert torch.equal(torch.cat(parts, 1).view(torch.int16), whole.view(torch.int16))
 
 
-def test_rows_not_owned_are_zero_even_when_row_0_is_nan(device):
+@LAUNCHERS
+def test_rows_not_owned_are_zero_even_when_row_0_is_nan(launch, device):
     weight = torch.full((3, 256), 0x7F, dtype=torch.uint8, device=device)
     scale = torch.full((3, 8), 255, dtype=torch.uint8, device=device)
     ids = torch.tensor([[4, -1, 8, 1 << 62]], device=device)
@@ -77,7 +82,8 @@ def test_rows_not_owned_are_zero_even_when_row_0_is_nan(device):
     assert launch(weight, scale, ids + 1, 0, 1, 5, 8).isnan().all()  # id 5 is owned
 
 
-def test_range_longer_than_the_table_reads_no_further(device):
+@LAUNCHERS
+def test_range_longer_than_the_table_reads_no_further(launch, device):
     kwargs = example(device)
     kwargs["ids"] = torch.arange(15, 20, device=device)[None] + kwargs["vocab_start"]
     got = launch(**kwargs | {"head_start": 0, "local_heads": 5})
@@ -85,7 +91,8 @@ def test_range_longer_than_the_table_reads_no_further(device):
     assert got[0, 2:].eq(0).all()
 
 
-def test_table_longer_than_the_range_gives_no_rows_beyond_it(device):
+@LAUNCHERS
+def test_table_longer_than_the_range_gives_no_rows_beyond_it(launch, device):
     """Tables are padded to equal shards; the padding rows belong to no id."""
     weight = torch.full((6, 256), 0x38, dtype=torch.uint8, device=device)
     scale = torch.full((6, 8), 127, dtype=torch.uint8, device=device)
@@ -93,7 +100,8 @@ def test_table_longer_than_the_range_gives_no_rows_beyond_it(device):
     assert got[:, 0, 0].tolist() == [0, 0, 1, 1, 1, 0, 0, 0]
 
 
-def test_transposed_and_int32_ids(device):
+@LAUNCHERS
+def test_transposed_and_int32_ids(launch, device):
     kwargs = example(device, "T5-padded-heads")
     kwargs["ids"] = kwargs["ids"].clamp(-5, 100)
     whole = launch(**kwargs)
@@ -101,7 +109,8 @@ def test_transposed_and_int32_ids(device):
     assert torch.equal(launch(**kwargs | {"ids": turned}).view(torch.int16), whole.view(torch.int16))
 
 
-def test_out_is_filled_and_returned(device):
+@LAUNCHERS
+def test_out_is_filled_and_returned(launch, device):
     kwargs = example(device)
     out = torch.full((37, 3, 256), float("nan"), dtype=torch.bfloat16, device=device)
     assert launch(**kwargs, out=out) is out
@@ -131,3 +140,15 @@ def test_negative_vocab_start_is_refused(device):
     """Ids of -1 mean no row; a range that began below 0 would own them."""
     with pytest.raises(TensorContractError, match="vocab_start must be 0 or larger, got -1"):
         launch(**example(device) | {"vocab_start": -1})
+
+
+@pytest.mark.parametrize("name", [name for name, _ in ops.spec(OP).cases("cpu")])
+def test_kernel_gives_the_same_bits(name, device, kernel_gives_the_same_bits):
+    kernel_gives_the_same_bits(OP, dict(ops.spec(OP).cases(device))[name])
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_kernel_with_ids_anywhere(dtype, device, kernel_gives_the_same_bits):
+    kwargs = example(device, "T5-padded-heads")
+    kwargs["ids"] = kwargs["ids"].clamp(-5, 100).to(dtype).t().contiguous()[1:].t()
+    kernel_gives_the_same_bits(OP, kwargs)

@@ -71,3 +71,47 @@ def test_scale_byte_agrees_for_every_amax(device):
     x = all_bf16(device)
     x = x[x.isfinite() & (x >= 1e-4)]
     assert torch.equal(run(scale_of_amax, x, torch.uint8), ue8m0.encode_amax(x, e4m3.LARGEST))
+
+
+@triton.jit
+def round_to_bf16(x, out, n, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + i, device.fp32_to_bf16(tl.load(x + i, mask=i < n, other=0.0)), mask=i < n)
+
+
+@triton.jit
+def through_words(x, out, n, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    low, high = device.bf16_pair_to_fp32(tl.load(x + i, mask=i < n, other=0))
+    tl.store(out + i, device.fp32_to_bf16_pair(low, high), mask=i < n)
+
+
+@triton.jit
+def rotation(x, out, n, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    a, b = tl.load(x + i, mask=i < n, other=0.0), tl.load(x + n + i, mask=i < n, other=0.0)
+    tl.store(out + i, device.sub_rn(device.mul_rn(a, b), device.mul_rn(b, a)), mask=i < n)
+    tl.store(out + n + i, device.add_rn(device.mul_rn(a, b), device.mul_rn(b, b)), mask=i < n)
+
+
+def test_rounding_to_bf16_agrees_at_every_boundary(device):
+    exact = torch.arange(65536, dtype=torch.int32).repeat_interleave(5) << 16
+    x = (exact + torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001], dtype=torch.int32).repeat(65536)).view(torch.float32)
+    x = x.to(device)
+    assert torch.equal(run(round_to_bf16, x, torch.bfloat16).view(torch.int16), x.bfloat16().view(torch.int16))
+
+
+def test_pairs_of_bf16_go_through_a_word(device):
+    x = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).to(device)
+    x = torch.stack((x, x.flip(0)), dim=-1)[: 0x7F80 + 1]  # the first half without NaN, beside every negative value
+    x = x[~x.isnan().any(-1)].contiguous().view(torch.int32).flatten()
+    assert torch.equal(run(through_words, x, torch.int32), x)
+
+
+def test_products_are_rounded_before_the_sum(device):
+    """A fused difference of equal products is not zero but a rounding error, nearly everywhere."""
+    x = torch.randn(2, 5000, generator=torch.Generator().manual_seed(1)).to(device)
+    out = torch.empty_like(x)
+    rotation[(triton.cdiv(5000, BLOCK),)](x, out, 5000, BLOCK=BLOCK)
+    assert (out[0] == 0).all()
+    assert torch.equal(out[1], x[0] * x[1] + x[1] * x[1])

@@ -8,6 +8,7 @@ import torch
 from deepinfer_sm80 import ops
 from deepinfer_sm80.errors import TensorContractError
 from deepinfer_sm80.ops.formats import e4m3
+from deepinfer_sm80.ops.indexer.indexer_k_norm_rope_store.kernel import indexer_k_norm_rope_store as kernel
 from deepinfer_sm80.ops.kv_cache.layout import index_key_views
 from deepinfer_sm80.testing.cloning import clone_arguments, storage_bytes
 
@@ -137,3 +138,41 @@ def test_pages_that_overlap_are_refused(device):
 def test_ratio_zero_is_refused(device):
     with pytest.raises(TensorContractError, match="compress_ratio must be 1 or larger, got 0"):
         launch(**(example(device) | {"compress_ratio": 0}))
+
+
+@pytest.mark.parametrize("name", [name for name, _ in ops.spec(OP).cases("cpu")])
+def test_kernel_gives_the_same_bits(name, device, kernel_gives_the_same_bits):
+    kernel_gives_the_same_bits(OP, example(device, name))
+
+
+def test_kernel_takes_slices_and_int32(device, kernel_gives_the_same_bits):
+    kwargs = example(device)
+    wide = torch.zeros(45, 301, dtype=torch.bfloat16, device=device)
+    wide[:, 129:257] = kwargs["k_pre"]
+    kwargs |= {
+        "k_pre": wide[1:, 129:257],
+        "positions": kwargs["positions"][1:],
+        "slot_mapping": kwargs["slot_mapping"][1:],
+    }
+    kernel_gives_the_same_bits(OP, kwargs)
+    narrow = {"slot_mapping": kwargs["slot_mapping"].clamp(-1, 1 << 20).int(), "positions": kwargs["positions"].int()}
+    kernel_gives_the_same_bits(OP, kwargs | narrow)
+
+
+def test_kernel_stores_nan_and_infinity_as_the_reference_does(device, kernel_gives_the_same_bits):
+    k_pre = torch.ones(4, 128)
+    k_pre[0, 3], k_pre[1, 100], k_pre[2, 7], k_pre[3] = float("nan"), float("inf"), 1e30, -0.0
+    kwargs = simple(device, k_pre, [1, 3, 5, 7], [3, 70, 71, 127], 2)
+    kwargs["kv_cache"].fill_(0x5A)
+    kernel_gives_the_same_bits(OP, kwargs)
+
+
+def test_kernel_needs_no_host_sync(device, kernel_without_host_sync):
+    kernel_without_host_sync(OP, example(device))
+
+
+def test_kernel_refuses_pages_it_cannot_address(device):
+    kwargs = example(device)
+    kwargs["kv_cache"] = torch.zeros(30000, dtype=torch.uint8, device=device).as_strided((3, 64, 132), (8456, 132, 1))
+    with pytest.raises(TensorContractError, match="kv_cache must be pages a multiple of 16 bytes apart, got 8456"):
+        kernel(**kwargs)

@@ -7,6 +7,8 @@ import torch
 
 from deepinfer_sm80 import ops
 from deepinfer_sm80.errors import TensorContractError
+from deepinfer_sm80.ops.indexer.indexer_logits_paged import kernel as kernel_room
+from deepinfer_sm80.ops.indexer.indexer_logits_paged import tuning
 from deepinfer_sm80.ops.kv_cache.layout import index_key_views
 from deepinfer_sm80.testing.compare import assert_agrees
 
@@ -87,3 +89,63 @@ def test_table_of_other_rows_is_refused(device):
     kwargs["block_table"] = kwargs["block_table"][:4]
     with pytest.raises(TensorContractError, match=r"block_table must be .*\[T=5, C\].*\[4, 4\]"):
         launch(**kwargs)
+
+
+@pytest.mark.parametrize("name", [name for name, _ in ops.spec(OP).cases("cpu")])
+def test_kernel_agrees(name, device, kernel_agrees):
+    kernel_agrees(OP, example(device, name))
+
+
+@pytest.mark.parametrize("programs", [1, 2, 3])
+def test_kernel_tiles_join_without_a_seam(programs, device, monkeypatch, kernel_agrees):
+    kwargs = example(device, "T4-bs128-odd") | {"max_context_len": 700}
+    monkeypatch.setattr(kernel_room, "programs_per_row", lambda rows, width: programs)
+    kernel_agrees(OP, kwargs)
+
+
+def test_kernel_decodes_every_code(device, kernel_agrees):
+    """Every key holds one code throughout, NaN codes among them; queries hold them all but NaN, then NaN too."""
+    codes = torch.arange(256, dtype=torch.uint8, device=device)
+    kwargs = example(device, "T4-bs128-odd")
+    data, scales = index_key_views(kwargs["kv_cache"])
+    data[1], data[2] = codes[:128, None].expand(-1, 128), codes[128:, None].expand(-1, 128)
+    data[3] = codes.view(2, 128)[0].expand(128, -1).masked_fill(codes[:128] == 0x7F, 0x38)
+    scales[1:4] = torch.tensor([1.0], device=device).view(torch.uint8)
+    kwargs["block_table"] = torch.tensor([[1, 2, 3]] * 4, dtype=torch.int32, device=device)
+    kwargs["context_lens"] = torch.tensor([384, 384, 256, 130], dtype=torch.int32, device=device)
+    q = kwargs["q_codes"]
+    q[0] = codes[torch.randperm(256, generator=torch.Generator().manual_seed(2))[:128].to(device)]
+    q[0, q[0] & 0x7F == 0x7F] = 0
+    q[1, 3, 77] = 0x7F
+    kernel_agrees(OP, kwargs)
+    got = kernel_room.indexer_logits_paged(**kwargs)
+    assert got[0].isnan().nonzero().flatten().tolist() == [0x7F, 0xFF]
+    assert got[1, :333].isnan().all()
+
+
+def test_kernel_takes_unaligned_slices_and_int64(device, kernel_agrees):
+    kwargs = example(device)
+    for name in ("q_codes", "weights", "context_lens", "block_table"):
+        kwargs[name] = kwargs[name][1:]
+    kernel_agrees(OP, kwargs)
+    kwargs["context_lens"], kwargs["block_table"] = kwargs["context_lens"].long(), kwargs["block_table"].long()
+    kwargs["context_lens"][0], kwargs["block_table"][1, 0] = (1 << 33) + 3, 1 << 32
+    kernel_agrees(OP, kwargs)
+
+
+def test_kernel_spreads_a_row_over_the_gpu_and_never_over_more_than_its_tiles():
+    assert tuning.programs_per_row(1, 1 << 20) == tuning.PROGRAMS
+    assert tuning.programs_per_row(1, 1) == 1
+    assert tuning.programs_per_row(32, 1 << 20) == 27
+    assert tuning.programs_per_row(4096, 1 << 20) == 1
+
+
+def test_kernel_needs_no_host_sync(device, kernel_without_host_sync):
+    kernel_without_host_sync(OP, example(device))
+
+
+def test_kernel_refuses_pages_it_cannot_address(device):
+    kwargs = example(device)
+    kwargs["kv_cache"] = torch.zeros(30000, dtype=torch.uint8, device=device).as_strided((3, 64, 132), (8456, 132, 1))
+    with pytest.raises(TensorContractError, match="kv_cache must be pages a multiple of 16 bytes apart, got 8456"):
+        kernel_room.indexer_logits_paged(**kwargs)

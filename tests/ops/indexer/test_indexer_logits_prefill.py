@@ -1,6 +1,7 @@
 """What the shared contract cannot say about indexer_logits_prefill."""
 
 import sys
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 from deepinfer_sm80 import ops
 from deepinfer_sm80.errors import TensorContractError
 from deepinfer_sm80.ops.formats import e4m3
+from deepinfer_sm80.ops.indexer.indexer_logits_prefill import kernel as kernel_room
+from deepinfer_sm80.ops.indexer.indexer_logits_prefill import tuning
 from deepinfer_sm80.testing.compare import assert_agrees
 
 OP = "indexer_logits_prefill"
@@ -79,3 +82,47 @@ def test_scales_of_other_keys_are_refused(device):
 def test_negative_width_is_refused(device):
     with pytest.raises(TensorContractError, match="max_k must be 0 or larger, got -1"):
         launch(**(example(device) | {"max_k": -1}))
+
+
+@pytest.mark.parametrize("name", [name for name, _ in ops.spec(OP).cases("cpu")])
+def test_kernel_agrees(name, device, kernel_agrees):
+    kernel_agrees(OP, example(device, name))
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6)])
+def test_kernel_tiles_join_without_a_seam(capability, device, monkeypatch, kernel_agrees):
+    """More queries than one block, an odd number of them, more keys than one tile, decoded queries in two parts."""
+    g = torch.Generator().manual_seed(8)
+    tokens, keys = 13, 150
+    kwargs = {
+        "q_codes": e4m3.encode(torch.randn(tokens, 32, 128, generator=g) * 60).to(device),
+        "weights": torch.randn(tokens, 32, generator=g).to(device),
+        "k_codes": e4m3.encode(torch.randn(keys, 128, generator=g) * 60).to(device),
+        "k_scale": torch.rand(keys, generator=g).to(device),
+        "row_start": torch.tensor([0] * 6 + [40] * 7, dtype=torch.int32, device=device),
+        "row_end": torch.arange(tokens, device=device).int() + 138,
+        "max_k": 131,
+    }
+    kwargs["q_codes"][12, 31, 127] = 0xFF
+    scoring = tuning.logits(tuning.Config.for_capability(capability))
+    scoring = replace(scoring, constants={**scoring.constants, "TOKENS": 4})
+    monkeypatch.setattr(kernel_room, "TOKENS", 4)
+    monkeypatch.setattr(kernel_room, "_ROWS_AT_ONCE", 8)
+    monkeypatch.setattr(kernel_room, "_scoring", lambda index: scoring)
+    kernel_agrees(OP, kwargs)
+
+
+def test_kernel_clamps_wide_row_numbers(device, kernel_agrees):
+    kwargs = example(device, "T5-padding")
+    kwargs["row_end"] = kwargs["row_end"].long()
+    kwargs["row_end"][0], kwargs["row_end"][1] = (1 << 32) + 5, -(1 << 40)
+    kernel_agrees(OP, kwargs)
+
+
+def test_kernel_needs_no_host_sync(device, kernel_without_host_sync):
+    kernel_without_host_sync(OP, example(device))
+
+
+def test_kernel_refuses_what_the_launcher_refuses(device):
+    with pytest.raises(TensorContractError, match="max_k must be 0 or larger, got -1"):
+        kernel_room.indexer_logits_prefill(**(example(device) | {"max_k": -1}))

@@ -8,6 +8,7 @@ import torch
 from deepinfer_sm80 import ops
 from deepinfer_sm80.errors import TensorContractError
 from deepinfer_sm80.ops.formats import e4m3
+from deepinfer_sm80.ops.indexer.indexer_q_rope_quant import kernel as kernel_room
 
 OP = "indexer_q_rope_quant"
 launch = ops.launcher(OP)
@@ -100,3 +101,38 @@ def test_float_query_is_refused(device):
     kwargs["q"] = kwargs["q"].float()
     with pytest.raises(TensorContractError, match=r"q must be torch\.bfloat16"):
         launch(**kwargs)
+
+
+@pytest.mark.parametrize("name", [name for name, _ in ops.spec(OP).cases("cpu")])
+def test_kernel_gives_the_same_bits(name, device, kernel_gives_the_same_bits):
+    kernel_gives_the_same_bits(OP, example(device, name))
+
+
+@pytest.mark.parametrize(("head", "column", "unit"), [(8, 0, 8), (8, 8, 8), (1, 3, 1)])
+def test_kernel_takes_views_and_int32_positions(head, column, unit, device, kernel_gives_the_same_bits):
+    kwargs = {k: v[:3] if k in ("q", "positions", "weights") else v for k, v in example(device).items()}
+    wide_q = torch.full((3, 40, 128 + 16), 7.0, dtype=torch.bfloat16, device=device)
+    wide_q = wide_q[:, head : head + 32, column : column + 128].copy_(kwargs["q"])
+    wide_w = torch.full((3, 50), 7.0, dtype=torch.bfloat16, device=device)
+    wide_w = wide_w[:, 3:35].copy_(kwargs["weights"])
+    assert kernel_room._unit(wide_q) == unit
+    positions = torch.tensor([5, 5, 199, 199, -7, -7, 300], dtype=torch.int32, device=device)[1::2]
+    kernel_gives_the_same_bits(OP, kwargs | {"q": wide_q, "weights": wide_w, "positions": positions})
+
+
+def test_kernel_on_infinities_zeros_and_tiny_heads(device, kernel_gives_the_same_bits):
+    kwargs = {k: v[:2] if k in ("q", "positions", "weights") else v for k, v in example(device).items()}
+    q = kwargs["q"].clone()
+    q[0, 0, 5], q[0, 1, 70], q[0, 2], q[0, 3] = float("inf"), -float("inf"), -0.0, float("nan")
+    q[0, 4], q[0, 5], q[0, 6] = 1e-38, 3.3e38, torch.tensor([1.0, -1.0], device=device).repeat(64)
+    kernel_gives_the_same_bits(OP, kwargs | {"q": q})
+
+
+def test_kernel_needs_no_host_sync(device, kernel_without_host_sync):
+    kernel_without_host_sync(OP, example(device))
+
+
+def test_kernel_refuses_what_the_launcher_refuses(device):
+    kwargs = example(device) | {"cos_sin_cache": torch.zeros(0, 64, device=device)}
+    with pytest.raises(TensorContractError, match="cos_sin_cache must be a table with at least one position"):
+        kernel_room.indexer_q_rope_quant(**kwargs)

@@ -7,9 +7,12 @@ import torch
 
 from deepinfer_sm80 import ops
 from deepinfer_sm80.errors import TensorContractError
+from deepinfer_sm80.ops.indexer import tournament
+from deepinfer_sm80.ops.indexer.indexer_topk import kernel as kernel_room
 
 OP = "indexer_topk"
 launch = ops.launcher(OP)
+kernel = kernel_room.indexer_topk
 room = sys.modules[launch.__module__]
 
 
@@ -110,3 +113,90 @@ def test_narrow_out_is_refused(device):
     out = torch.empty(8, 511, dtype=torch.int32, device=device)
     with pytest.raises(TensorContractError, match=r"out must be torch.int32 of shape \[T=8, 512\]"):
         launch(**example(device), out=out)
+
+
+@pytest.mark.parametrize("name", [name for name, _ in ops.spec(OP).cases("cpu")])
+def test_kernel_gives_the_same_bits(name, device, kernel_gives_the_same_bits):
+    kernel_gives_the_same_bits(OP, example(device, name))
+
+
+@pytest.mark.parametrize("levels", [1, 2, 5, 1000])
+@pytest.mark.parametrize("width", [1537, 2049, 8193, 21000])
+def test_kernel_on_heavy_ties_in_one_round_and_in_several(levels, width, device):
+    g = torch.Generator().manual_seed(levels)
+    logits = torch.randint(-levels, levels, (3, width), generator=g).float().to(device)
+    length = lens(device, width, width - 1, 700)
+    assert torch.equal(kernel(logits, length, 512), launch(logits, length, 512))
+
+
+@pytest.mark.parametrize("width", [150_001, pytest.param(1 << 20, marks=pytest.mark.slow)])
+def test_kernel_in_three_rounds(width, device):
+    logits = torch.randn(1, width, generator=torch.Generator().manual_seed(1)).to(device)
+    logits[0, ::3] = logits[0, 7]
+    logits[0, 1::1000] = float("nan")
+    length = lens(device, width - 5)
+    assert torch.equal(kernel(logits, length, 512), launch(logits, length, 512))
+
+
+def test_kernel_tells_neighbouring_floats_apart_and_keeps_extremes_in_order(device):
+    values = (torch.arange(9000, dtype=torch.int32) + torch.tensor(1.0).view(torch.int32)).view(torch.float32)
+    shuffled = values[torch.randperm(9000, generator=torch.Generator().manual_seed(0))].to(device)
+    logits = torch.stack((shuffled, -shuffled))
+    assert torch.equal(kernel(logits, lens(device, 9000, 8500), 512), launch(logits, lens(device, 9000, 8500), 512))
+    logits = torch.tensor([[float("inf"), 3.4e38, 1e-45, 0.0, -0.0, -1e-45, -3.4e38, float("inf")]], device=device)
+    for k in range(1, 10):
+        assert torch.equal(kernel(logits, lens(device, 8), k), launch(logits, lens(device, 8), k))
+
+
+@pytest.mark.parametrize("length", [0, 1, 511, 512, 513, 1023, 1024, 1025])
+def test_kernel_around_k(length, device):
+    logits = torch.randn(1, 1100, generator=torch.Generator().manual_seed(length)).to(device)
+    logits[0, length:] = 100.0
+    assert torch.equal(kernel(logits, lens(device, length), 512), launch(logits, lens(device, length), 512))
+
+
+@pytest.mark.parametrize(
+    ("order", "entries"), [("ascending", 1100), ("shuffled", 300), ("repeated", 300), ("repeated", 90)]
+)
+@pytest.mark.parametrize("topk", [7, 512])
+def test_kernel_on_candidates_in_any_order(order, entries, topk, device):
+    g = torch.Generator().manual_seed(topk)
+    logits = torch.randint(-9, 9, (3, 20001), generator=g).float().to(device)
+    blocks = torch.stack([torch.randperm(2501, generator=g)[:entries].sort().values for _ in range(3)]).int()
+    blocks[1, -50:], blocks[2, -1] = -1, 2500
+    if order != "ascending":
+        blocks = blocks[:, torch.randperm(entries, generator=g)]
+    if order == "repeated":
+        blocks[:, 20:80] = blocks[:, :1].expand(-1, 60)
+    blocks, length = blocks.to(device), lens(device, 20001, 20001, 9999)
+    got = kernel(logits, length, topk, blocks, 8)
+    assert torch.equal(got, launch(logits, length, topk, blocks, 8))
+    assert torch.equal(got[1:], kernel(logits[1:], length[1:], topk, blocks[1:], 8))
+
+
+def test_kernel_rows_do_not_depend_on_the_group_they_fall_in(device, monkeypatch):
+    logits = torch.randn(5, 9000, generator=torch.Generator().manual_seed(4)).to(device)
+    whole = kernel(logits, lens(device, *[9000] * 5), 33)
+    monkeypatch.setattr(tournament, "_SCRATCH_AT_ONCE", 140)
+    assert torch.equal(kernel(logits, lens(device, *[9000] * 5), 33), whole)
+
+
+def test_kernel_writes_into_a_strided_view_and_nothing_else(device):
+    kwargs = example(device)
+    buffer = torch.full((1030, 11), 77, dtype=torch.int32, device=device)
+    view = buffer[3:1027:2, 1:9].T
+    assert kernel(**kwargs, out=view) is view
+    assert torch.equal(view, launch(**kwargs))
+    view.fill_(77)
+    assert buffer.eq(77).all()
+
+
+def test_kernel_needs_no_host_sync(device, kernel_without_host_sync):
+    kernel_without_host_sync(OP, example(device))
+    kernel_without_host_sync(OP, example(device) | {"logits": torch.zeros(8, 90000, device=device)})
+
+
+def test_kernel_refuses_a_topk_that_no_round_could_halve(device):
+    kwargs = {"logits": torch.zeros(1, 9000, device=device), "row_lens": lens(device, 9000)}
+    with pytest.raises(TensorContractError, match="topk must be at most 4096 of long rows, got 4097"):
+        kernel(**kwargs, topk=4097)

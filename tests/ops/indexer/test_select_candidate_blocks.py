@@ -7,6 +7,7 @@ import torch
 
 from deepinfer_sm80 import ops
 from deepinfer_sm80.errors import TensorContractError
+from deepinfer_sm80.ops.indexer.select_candidate_blocks.kernel import select_candidate_blocks as kernel
 
 OP = "select_candidate_blocks"
 launch = ops.launcher(OP)
@@ -97,3 +98,51 @@ def test_bfloat16_logits_are_refused(device):
     kwargs["logits"] = kwargs["logits"].bfloat16()
     with pytest.raises(TensorContractError, match=r"logits must be torch.float32"):
         launch(**kwargs)
+
+
+@pytest.mark.parametrize("name", [name for name, _ in ops.spec(OP).cases("cpu")])
+def test_kernel_gives_the_same_bits(name, device, kernel_gives_the_same_bits):
+    kernel_gives_the_same_bits(OP, example(device, name))
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 8, 13, 5000])
+def test_kernel_on_blocks_of_any_size(block_size, device):
+    logits = torch.randn(4, 500, generator=torch.Generator().manual_seed(block_size)).to(device)
+    logits[1, 100:300], logits[2, ::2] = float("-inf"), float("nan")
+    length = lens(device, 500, 499, 77, 0)
+    assert torch.equal(kernel(logits, length, 9, block_size), launch(logits, length, 9, block_size))
+
+
+def test_kernel_on_more_blocks_than_one_round_holds(device):
+    logits = torch.randint(-50, 50, (2, 150_001), generator=torch.Generator().manual_seed(6)).float().to(device)
+    logits[0, 7] = float("inf")
+    length = lens(device, 150_001, 90_000)
+    assert torch.equal(kernel(logits, length, 2048, 8), launch(logits, length, 2048, 8))
+
+
+def test_kernel_pins_the_newest_block_at_every_length(device):
+    logits = -torch.arange(40, device=device).float().expand(41, 40)
+    length = lens(device, *range(41))
+    assert torch.equal(kernel(logits, length, 2, 8), launch(logits, length, 2, 8))
+    for value in (float("inf"), float("nan"), -float("inf")):
+        logits = torch.full((41, 40), value, device=device)
+        assert torch.equal(kernel(logits, length, 2, 8), launch(logits, length, 2, 8))
+
+
+def test_kernel_refuses_a_topk_that_no_round_could_halve(device):
+    with pytest.raises(TensorContractError, match="topk_blocks must be at most 4096 of long rows, got 4097"):
+        kernel(torch.zeros(1, 9000, device=device), lens(device, 9000), 4097, 1)
+
+
+def test_kernel_writes_into_a_strided_view_and_nothing_else(device):
+    kwargs = example(device)
+    buffer = torch.full((11, 19), 77, dtype=torch.int32, device=device)
+    view = buffer[1:10, 2:12:2]
+    assert kernel(**kwargs, out=view) is view
+    assert torch.equal(view, launch(**kwargs))
+    view.fill_(77)
+    assert buffer.eq(77).all()
+
+
+def test_kernel_needs_no_host_sync(device, kernel_without_host_sync):
+    kernel_without_host_sync(OP, example(device))

@@ -5,12 +5,14 @@ import torch
 
 from deepinfer_sm80 import ops
 from deepinfer_sm80.errors import TensorContractError
+from deepinfer_sm80.ops.kv_cache.dequantize_and_gather_k_cache import tuning
+from deepinfer_sm80.ops.kv_cache.dequantize_and_gather_k_cache.kernel import dequantize_and_gather_k_cache as kernel
 from deepinfer_sm80.ops.kv_cache.layout import record_views
 from deepinfer_sm80.testing.cloning import clone_arguments
 from deepinfer_sm80.testing.graphs import NoHostSync
 
 OP = "dequantize_and_gather_k_cache"
-IMPLEMENTATIONS = (lambda **k: ops.spec(OP).reference(**k), lambda **k: ops.launcher(OP)(**k))
+IMPLEMENTATIONS = (lambda **k: ops.spec(OP).reference(**k), lambda **k: ops.launcher(OP)(**k), kernel)
 
 
 def one_row(codes, scale_bytes, device):
@@ -120,3 +122,60 @@ def test_overlapping_pages_are_refused(device):
     cache = kwargs["k_cache"].as_strided((2, 32, 584), (18000, 584, 1))
     with pytest.raises(TensorContractError, match=r"k_cache must be pages at least .*18688 bytes apart, got .*18000"):
         ops.launcher(OP)(**{**kwargs, "k_cache": cache})
+
+
+@pytest.mark.parametrize("name", [name for name, _ in ops.spec(OP).cases("cpu")])
+def test_kernel_gives_the_same_bits(name, device, kernel_gives_the_same_bits):
+    kernel_gives_the_same_bits(OP, dict(ops.spec(OP).cases(device))[name])
+
+
+def test_kernel_without_aligned_strides(device, kernel_gives_the_same_bits):
+    """Rows an odd number of elements apart take the other variant; lengths and tables may be slices."""
+    kwargs = clone_arguments(dict(ops.spec(OP).cases(device))["R4-window-page32"])
+    R, rows = kwargs["out"].shape[:2]
+    kwargs["out"] = torch.randn(R, rows, 517, device=device).bfloat16()[..., :512]
+    assert tuning.choose(kwargs["out"].stride(0), 517).name == "out1"
+    for name in ("seq_lens", "gather_lens"):
+        kwargs[name] = torch.cat((kwargs[name][:1], kwargs[name]))[1:]
+    table = kwargs["block_table"]
+    kwargs["block_table"] = torch.cat((table[:1], table)).repeat(1, 2)[1:, 1:8]
+    kernel_gives_the_same_bits(OP, kwargs)
+
+
+def test_kernel_programs_go_on_to_their_next_rows(device, monkeypatch, kernel_gives_the_same_bits):
+    monkeypatch.setattr(tuning, "PROGRAMS", 6)
+    kwargs = dict(ops.spec(OP).cases(device))["R3-ratio2-page64"]
+    assert tuning.programs_per_request(3, 100) == 2
+    kernel_gives_the_same_bits(OP, kwargs)
+
+
+def test_kernel_on_pages_beyond_int32(device):
+    blocks, stride = 201, 1 << 24
+    storage = torch.empty(blocks * stride, dtype=torch.uint8, device=device)
+    cache = storage.as_strided((blocks, 1, 584), (stride, 584, 1))
+    data, scales = record_views(cache)
+    data[200], scales[200] = 0x38, 128  # 1.0 * 2
+    out = torch.zeros(1, 1, 512, dtype=torch.bfloat16, device=device)
+    one = torch.ones(1, dtype=torch.int32, device=device)
+    kernel(out, cache, one, None, one[:, None] * 200, 1, 0)
+    assert (out[0, 0, :448] == 2.0).all()
+
+
+@pytest.mark.parametrize("run", IMPLEMENTATIONS)
+def test_rows_before_the_first_token_are_zeros(run, device):
+    kwargs = clone_arguments(dict(ops.spec(OP).cases(device))["R4-window-page32"])
+    kwargs["seq_lens"][1:3] = torch.tensor([3, -(2**31)], dtype=torch.int32, device=device)
+    kwargs["gather_lens"][1:3] = torch.tensor([40, 2**31 - 1], dtype=torch.int32, device=device)
+    kwargs["block_table"][1, 0] = 2
+    kwargs["out"].fill_(3.0)
+    run(**kwargs)
+    assert (kwargs["out"][1, 7:44] == 0).all()
+    assert (kwargs["out"][1, 44:47] != 0).any(-1).all()
+    assert (kwargs["out"][2, 7:] == 0).all()
+
+
+def test_kernel_on_pages_without_rows(device, kernel_gives_the_same_bits):
+    kwargs = clone_arguments(dict(ops.spec(OP).cases(device))["R1-one-token"])
+    kwargs |= {"k_cache": kwargs["k_cache"][:, :0], "block_size": 0}
+    kernel(**kwargs)
+    assert (kwargs["out"] == 0).all()

@@ -10,11 +10,12 @@ from deepinfer_sm80 import ops
 from deepinfer_sm80.errors import TensorContractError
 from deepinfer_sm80.ops.kv_cache.dequantize_and_gather_k_cache.reference import read_record
 from deepinfer_sm80.ops.kv_cache.layout import record_views
+from deepinfer_sm80.ops.kv_cache.rope_quant_insert.kernel import rope_quant_insert as kernel
 from deepinfer_sm80.testing.cloning import clone_arguments, storage_bytes
 from deepinfer_sm80.testing.graphs import NoHostSync
 
 OP = "rope_quant_insert"
-IMPLEMENTATIONS = (lambda **k: ops.spec(OP).reference(**k), lambda **k: ops.launcher(OP)(**k))
+IMPLEMENTATIONS = (lambda **k: ops.spec(OP).reference(**k), lambda **k: ops.launcher(OP)(**k), kernel)
 
 
 def case(name, device):
@@ -25,8 +26,8 @@ def case(name, device):
 def test_scale_is_exact_for_every_bfloat16_amax(run, device):
     """One group of every positive finite bfloat16, against Fractions: no logarithm may round across a power of two."""
     amax = torch.arange(0x7F80, dtype=torch.int32).short().view(torch.bfloat16)
-    if run is IMPLEMENTATIONS[0]:
-        amax = amax[torch.arange(0, len(amax), 61)]  # the reference is a loop over tokens
+    if run is not IMPLEMENTATIONS[1]:
+        amax = amax[torch.arange(0, len(amax), 61)]  # the reference is a loop over tokens, as is an interpreted kernel
     rows = -(-len(amax) // 7)
     latent = torch.zeros(rows, 512, dtype=torch.bfloat16)
     padded = torch.nn.functional.pad(amax, (0, rows * 7 - len(amax)))
@@ -103,15 +104,16 @@ def test_only_the_closing_token_of_a_group_writes_and_rotates_to_its_start(run, 
 def test_non_finite_latents_read_back_as_what_they_are(device):
     kwargs = case("L7-T7-ratio1-page128", device)
     kwargs["latent"][0, 5], kwargs["latent"][0, 70], kwargs["latent"][0, 71] = float("nan"), float("inf"), -float("inf")
-    twin = clone_arguments(kwargs)
-    for run, arguments in zip(IMPLEMENTATIONS, (kwargs, twin), strict=True):
+    twins = [clone_arguments(kwargs) for _ in IMPLEMENTATIONS]
+    for run, arguments in zip(IMPLEMENTATIONS, twins, strict=True):
         run(**arguments)
         row = read_record(arguments["kv_cache"], int(arguments["slot_mapping"][0]))
         assert row[5].isnan()
         assert row[70] == float("inf")
         assert row[71] == -float("inf")
         assert row[:448].isnan().sum() == 1
-    assert torch.equal(storage_bytes(kwargs, "kv_cache"), storage_bytes(twin, "kv_cache"))
+    for twin in twins[1:]:
+        assert torch.equal(storage_bytes(twins[0], "kv_cache"), storage_bytes(twin, "kv_cache"))
 
 
 def test_int32_slots_and_no_host_sync(device):
@@ -129,3 +131,27 @@ def test_more_slots_than_latents_are_refused(device):
     kwargs["slot_mapping"] = torch.zeros(4, dtype=torch.int64, device=device)
     with pytest.raises(TensorContractError, match=r"slot_mapping must be no longer than .*\(3 rows\), got 4"):
         ops.launcher(OP)(**kwargs)
+
+
+@pytest.mark.parametrize("name", [name for name, _ in ops.spec(OP).cases("cpu")])
+def test_kernel_gives_the_same_bits(name, device, kernel_gives_the_same_bits):
+    kernel_gives_the_same_bits(OP, dict(ops.spec(OP).cases(device))[name])
+
+
+def test_kernel_takes_slices_negative_positions_and_int32(device, kernel_gives_the_same_bits):
+    kwargs = case("L7-T7-ratio1-page128", device)
+    kwargs |= {"compress_ratio": 2, "positions": torch.arange(-9, 0, device=device)[1:8]}
+    kwargs["slot_mapping"] = torch.arange(40, 48, device=device)[1:]
+    kwargs["cos_sin_cache"] = torch.randn(9, 65, device=device)[1:, 1:]
+    kernel_gives_the_same_bits(OP, kwargs)
+    narrow = {name: kwargs[name].int() for name in ("positions", "slot_mapping")}
+    kernel_gives_the_same_bits(OP, kwargs | narrow)
+
+
+def test_kernel_refuses_pages_it_cannot_address(device):
+    kwargs = case("L3-T2-ratio2-page64", device)
+    kwargs["kv_cache"] = torch.zeros(2, 64 * 584 + 4, dtype=torch.uint8, device=device).as_strided(
+        (2, 64, 584), (64 * 584 + 4, 584, 1)
+    )
+    with pytest.raises(TensorContractError, match=r"kv_cache must be pages a multiple of 8 bytes apart, got 37380"):
+        kernel(**kwargs)

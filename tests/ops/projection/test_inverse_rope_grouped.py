@@ -6,10 +6,11 @@ import torch
 from deepinfer_sm80 import ops
 from deepinfer_sm80.errors import TensorContractError
 from deepinfer_sm80.ops.kv_cache.rope_quant_insert.reference import rotate
+from deepinfer_sm80.ops.projection.inverse_rope_grouped.kernel import inverse_rope_grouped as kernel
 from deepinfer_sm80.testing.graphs import NoHostSync
 
 OP = "inverse_rope_grouped"
-IMPLEMENTATIONS = (lambda **k: ops.spec(OP).reference(**k), lambda **k: ops.launcher(OP)(**k))
+IMPLEMENTATIONS = (lambda **k: ops.spec(OP).reference(**k), lambda **k: ops.launcher(OP)(**k), kernel)
 
 
 def case(name, device):
@@ -43,7 +44,7 @@ def test_undoes_the_rotation_of_the_cache_writer(run, device):
 
 def test_bit_exact_where_nothing_fuses(device):
     for name, kwargs in ops.spec(OP).cases(device):
-        reference, launched = (run(**kwargs) for run in IMPLEMENTATIONS)
+        reference, launched = (run(**kwargs) for run in IMPLEMENTATIONS[:2])
         assert torch.equal(reference.view(torch.int16), launched.view(torch.int16)), name
 
 
@@ -76,3 +77,28 @@ def test_out_and_many_steps(device):
 def test_groups_must_divide_the_heads(device):
     with pytest.raises(TensorContractError, match=r"num_groups must be a divisor of the 16 heads, got 3"):
         ops.launcher(OP)(**{**case("T5-H16of16-G2", device), "num_groups": 3})
+
+
+@pytest.mark.parametrize("name", [name for name, _ in ops.spec(OP).cases("cpu")])
+def test_kernel_gives_the_same_bits(name, device, kernel_gives_the_same_bits):
+    kernel_gives_the_same_bits(OP, dict(ops.spec(OP).cases(device))[name])
+
+
+def test_kernel_takes_slices_and_int32_positions(device, kernel_gives_the_same_bits):
+    kwargs = case("T5-H16of16-G2", device)
+    kwargs["positions"] = torch.tensor([7, 149, -1, 3, 150, 2], device=device, dtype=torch.int32)[1:]
+    kwargs["cos_sin_cache"] = torch.randn(151, 71, device=device)[1:, 3:67]
+    kernel_gives_the_same_bits(OP, kwargs)
+
+
+def test_kernel_with_tokens_an_odd_number_of_elements_apart(device, kernel_gives_the_same_bits):
+    kwargs = case("T5-H16of16-G2", device)
+    kwargs["o"] = torch.randn(5, 16 * 512 + 1, device=device).bfloat16()[:, :-1].unflatten(-1, (16, 512))
+    kernel_gives_the_same_bits(OP, kwargs)
+
+
+def test_kernel_fills_out(device):
+    kwargs = case("T3-H8of64-G1", device)
+    out = torch.full((3, 1, 8 * 512), float("nan"), dtype=torch.bfloat16, device=device)
+    assert kernel(**kwargs, out=out) is out
+    assert torch.equal(out, ops.spec(OP).reference(**kwargs))

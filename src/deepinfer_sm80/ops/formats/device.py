@@ -53,3 +53,65 @@ def ue8m0_of_amax(amax):
     bits = amax.to(tl.int32, bitcast=True)
     exponent = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
     return tl.minimum(tl.maximum(exponent, 0), 254)
+
+
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+"""Kernels run as Python on a CPU. The branches below differ only where the interpreter lacks something."""
+
+
+@triton.jit
+def fp32_to_bf16(x):
+    """float32 -> bfloat16, round half to even. A NaN becomes the one that the machine's own conversion makes.
+
+    That is 0x7FFF on a GPU. Triton's interpreter truncates, hence the integers; its NaN is PyTorch's on a CPU, 0xFFFF.
+    """
+    if INTERPRETED:
+        bits = x.to(tl.int32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        rounded = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0xFFFF, rounded)
+        return rounded.to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        return x.to(tl.bfloat16)
+
+
+@triton.jit
+def mul_rn(x, y):
+    """float32 product, rounded, that is never fused with the sum it goes into: PTX with a rounding mode is not."""
+    if INTERPRETED:
+        return x * y
+    else:
+        return tl.inline_asm_elementwise("mul.rn.f32 $0, $1, $2;", "=f,f,f", [x, y], tl.float32, True, 1)
+
+
+@triton.jit
+def add_rn(x, y):
+    """float32 sum that takes in no product. See ``mul_rn``."""
+    if INTERPRETED:
+        return x + y
+    else:
+        return tl.inline_asm_elementwise("add.rn.f32 $0, $1, $2;", "=f,f,f", [x, y], tl.float32, True, 1)
+
+
+@triton.jit
+def sub_rn(x, y):
+    """float32 difference that takes in no product. See ``mul_rn``."""
+    if INTERPRETED:
+        return x - y
+    else:
+        return tl.inline_asm_elementwise("sub.rn.f32 $0, $1, $2;", "=f,f,f", [x, y], tl.float32, True, 1)
+
+
+@triton.jit
+def bf16_pair_to_fp32(word):
+    """int32 word -> its low and its high bfloat16 as float32: of two neighbours in memory, the first is the low one."""
+    low = (word << 16).to(tl.float32, bitcast=True)
+    high = (word & -65536).to(tl.float32, bitcast=True)
+    return low, high
+
+
+@triton.jit
+def fp32_to_bf16_pair(low, high):
+    """Two float32 -> int32 word of two bfloat16. See ``bf16_pair_to_fp32`` and ``fp32_to_bf16``."""
+    first = fp32_to_bf16(low).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    second = fp32_to_bf16(high).to(tl.int16, bitcast=True).to(tl.int32) << 16
+    return first | second

@@ -69,11 +69,14 @@ def _aligned(
     used, total = len(ids), tokens * topk + experts * (block_size - 1)
     tail = torch.randint(-5, tokens * topk + 5, (total - used,), generator=g).tolist()
     blocks += [-7] * (-(-total // block_size) - len(blocks))
-    as_int32 = {"dtype": torch.int32, "device": device}
+
+    def int32(values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
     return {
-        "sorted_token_ids": torch.tensor(ids + tail, **as_int32),
-        "expert_ids": torch.tensor(blocks, **as_int32),
-        "num_tokens_post_padded": torch.tensor([used], **as_int32),
+        "sorted_token_ids": int32(ids + tail),
+        "expert_ids": int32(blocks),
+        "num_tokens_post_padded": int32([used]),
         "block_size": block_size,
         "num_routes": tokens * topk,
     }
