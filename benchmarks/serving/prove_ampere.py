@@ -8,7 +8,7 @@ Every stage is a process of its own, writes OUT/<stage>.json and takes less than
 skipped unless --again. On a GPU that is not compute capability 8.x the plugin stages need --capability 8.0 and the
 test aid ``ampere_disguise`` importable (PYTHONPATH); the stage ``logprobs-stock`` then runs vLLM's own path as the
 oracle. Without --model the tiny checkpoint is written to OUT/tiny. --together runs the given stages at once on a GPU
-with room for all (about 16 GB each): every engine then gets a fixed KV cache of 4 GiB through vLLM's own options.
+with room for all (about 16 GB each): every engine then gets a fixed KV cache of 2 GiB through vLLM's own options.
 """
 
 from __future__ import annotations
@@ -31,6 +31,15 @@ STOCK_STAGES = ("logprobs-stock",)
 STAGES = ("checkpoint", *PLUGIN_STAGES, *STOCK_STAGES, "compare")
 
 
+INTRODUCTION = """# Stock vLLM serving DeepSeek-V4.1 through this plugin
+
+Written by `benchmarks/serving/prove_ampere.py --report`; do not edit. No Ampere GPU was at hand: the plugin's stages
+ran on a newer GPU that takes an A100's decisions and runs an A100's code (PTX for sm_80). That shows the code, not an
+Ampere GPU's time or memory limits. The checkpoint is the preset `tiny`: random weights in the released format. `stock`
+is vLLM's own path for the GPU that is there, without this plugin; both arms of the comparison compute every layer for
+every token (`--no-swa-bounded-replay`)."""
+
+
 def run_stage(name: str, args: argparse.Namespace) -> int:
     """Run one stage in a fresh process and store its JSON, also when it fails."""
     path = args.out / f"{name}.json"
@@ -47,10 +56,16 @@ def run_stage(name: str, args: argparse.Namespace) -> int:
     command = [sys.executable, __file__, "--inside", name, "--model", str(args.model), "--out", str(args.out)]
     start = time.time()
     with (args.out / f"{name}.log").open("w") as log:
-        code = subprocess.call(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            code = subprocess.run(
+                command, env=environment, stdout=log, stderr=subprocess.STDOUT, timeout=540
+            ).returncode
+        except subprocess.TimeoutExpired:
+            code = -1
     result = json.loads(path.read_text()) if path.exists() else {"ok": False, "error": f"exit code {code}, no result"}
     result["ok"] = bool(result.get("ok")) and code == 0
     result["wall_s"] = round(time.time() - start, 1)
+    result["commit"] = args.commit
     path.write_text(json.dumps(result, indent=1))
     print(f"{name}: {'ok' if result['ok'] else 'FAILED'} in {result['wall_s']} s  {summary(result)}", flush=True)
     if not result["ok"]:
@@ -59,14 +74,17 @@ def run_stage(name: str, args: argparse.Namespace) -> int:
 
 
 def run_together(names: tuple[str, ...], args: argparse.Namespace) -> int:
-    """The checkpoint first, the comparison last, everything between at once."""
-    first, last = [n for n in names if n == "checkpoint"], [n for n in names if n == "compare"]
-    between = [n for n in names if n not in ("checkpoint", "compare")]
-    failed = sum(run_stage(name, args) for name in first)
+    """The checkpoint first, then everything at once; the comparison as soon as its two arms are there."""
+    failed = sum(run_stage(name, args) for name in names if name == "checkpoint")
     os.environ["PROVE_SHARED_GPU"] = "1"
-    with ThreadPoolExecutor(len(between) or 1) as pool:
-        failed += sum(pool.map(lambda name: run_stage(name, args), between))
-    return failed + sum(run_stage(name, args) for name in last)
+    with ThreadPoolExecutor(len(STAGES)) as pool:
+        running = {name: pool.submit(run_stage, name, args) for name in names if name not in ("checkpoint", "compare")}
+        if "compare" in names:
+            for name in ("logprobs-plugin", "logprobs-stock"):
+                if name in running:
+                    running[name].result()
+            failed += run_stage("compare", args)
+        return failed + sum(stage.result() for stage in running.values())
 
 
 def inside(name: str, args: argparse.Namespace) -> None:
@@ -88,16 +106,34 @@ def summary(result: dict) -> str:
 
 
 def report(out: pathlib.Path) -> str:
-    """A markdown table of every stage that has a result."""
-    rows = ["| stage | result | seconds | what was seen |", "|---|---|---|---|"]
-    gpu = ""
-    for name in STAGES:
-        path = out / f"{name}.json"
-        if path.exists():
-            result = json.loads(path.read_text())
-            gpu = result.get("gpu", gpu)
-            rows.append(f"| {name} | {'ok' if result['ok'] else 'FAILED'} | {result['wall_s']} | {summary(result)} |")
-    return "\n".join([f"GPU: {gpu}", "", *rows])
+    """The page docs/serving-proof.md: a table of every stage that has a result, and the largest differences."""
+    results = {
+        name: json.loads((out / f"{name}.json").read_text()) for name in STAGES if (out / f"{name}.json").exists()
+    }
+    if not results:
+        return "no results yet"
+    machine = next((r for r in results.values() if "gpu" in r), {})
+    lines = [
+        INTRODUCTION,
+        "",
+        f"GPU: {machine.get('gpu')}; torch {machine.get('torch')}, Triton {machine.get('triton')}.",
+        "",
+    ]
+    lines += ["| stage | lowering | result | seconds | what was seen |", "|---|---|---|---|---|"]
+    for name, result in results.items():
+        verdict = "ok" if result["ok"] else "FAILED"
+        lines.append(f"| {name} | {result.get('lowering', '')} | {verdict} | {result['wall_s']} | {summary(result)} |")
+    largest = results.get("compare", {}).get("largest", [])
+    if largest:
+        lines += ["", "The largest differences, and what the two paths chose differently in that row:", ""]
+        lines += [
+            "| prompt | position | difference | experts flipped in layers | top-k flipped in layers |",
+            "|---|---|---|---|---|",
+        ]
+        for row in largest:
+            flips = [", ".join(map(str, row[f"{kind}_flipped_in_layers"])) or "none" for kind in ("experts", "topk")]
+            lines.append(f"| {row['prompt']} | {row['position']} | {row['difference']} | {flips[0]} | {flips[1]} |")
+    return "\n".join(lines) + "\n"
 
 
 def main() -> int:
@@ -108,6 +144,7 @@ def main() -> int:
     parser.add_argument("--out", type=pathlib.Path, required=True)
     parser.add_argument("--capability", help="8.0 or 8.6: prove on a newer GPU in the Ampere disguise")
     parser.add_argument("--together", action="store_true", help="run the given stages at once")
+    parser.add_argument("--commit", default="", help="recorded with the results")
     parser.add_argument("--again", action="store_true", help="repeat stages that are done")
     parser.add_argument("--tail", type=int, default=25, help="log lines shown of a failed stage")
     parser.add_argument("--report", action="store_true")

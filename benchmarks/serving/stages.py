@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 NEW_TOKENS = 64
-SHARED_GPU = {"kv_cache_memory_bytes": 4 << 30, "gpu_memory_utilization": 0.05}
+SHARED_GPU = {"kv_cache_memory_bytes": 2 << 30, "gpu_memory_utilization": 0.05}
 PORT = 18431
 PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 

@@ -1,10 +1,10 @@
 """Engram: rows of n-gram tables, projected to a key per stream and one value, gated into the streams.
 
-    rows   = 24 rows of 256 per token (engram_hash), e4m3 * 2^(scale - 127), bfloat16, concatenated to 6144
-    [K_0 .. K_3, V] = wkv . rows                                                    each [H], bfloat16
-    d_s    = sum_i X_s q_s k_s K_s * rsqrt(mean X_s^2 + eps) * rsqrt(mean K_s^2 + eps) / sqrt(H)
-    gate_s = sigmoid(sign(d_s) * sqrt(max(|d_s|, 1e-6)))                            float32; d = 0 counts as positive
-    X_s    = bf16(X_s + gate_s * V)
+rows   = 24 rows of 256 per token (engram_hash), e4m3 * 2^(scale - 127), bfloat16, concatenated to 6144
+[K_0 .. K_3, V] = wkv . rows                                                    each [H], bfloat16
+d_s    = sum_i X_s q_s k_s K_s * rsqrt(mean X_s^2 + eps) * rsqrt(mean K_s^2 + eps) / sqrt(H)
+gate_s = sigmoid(sign(d_s) * sqrt(max(|d_s|, 1e-6)))                            float32; d = 0 counts as positive
+X_s    = bf16(X_s + gate_s * V)
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class Engram:
         """bfloat16 [len(history), 24 * 256]."""
         ids = self.row_ids(history)
         values = e4m3.decode(self.codes[ids]).unflatten(-1, (-1, 32))
-        return (values * ue8m0.decode(self.scales[ids])[..., None]).flatten(1).bfloat16()
+        scaled: torch.Tensor = values * ue8m0.decode(self.scales[ids])[..., None]
+        return scaled.flatten(1).bfloat16()
 
     def row_ids(self, history: torch.Tensor) -> torch.Tensor:
         """int64 [len(history), 24]: ``engram_hash.ngram_rows`` of every position of a sequence that starts here."""

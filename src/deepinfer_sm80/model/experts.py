@@ -1,9 +1,10 @@
 """Mixture of experts: router, routed experts, shared expert.
 
-    s      = sqrt(softplus(x . gate^T))                         float32
-    chosen = the k largest of s + bias, lowest id first between equals;   w = s[chosen] * routed_scaling_factor / sum
-    expert: g = w1 . x, u = w3 . x (bfloat16),  a = bf16(silu(min(g, L)) * clamp(u, -L, L)),  out = w2 . a,  L = swiglu_limit
-    y      = bf16(bf16(sum_k bf16(w_k * out_k)) + bf16(shared expert))
+s      = sqrt(softplus(x . gate^T))                         float32
+chosen = the k largest of s + bias, lowest id first between equals;   w = s[chosen] * routed_scaling_factor / sum
+expert: g = w1 . x, u = w3 . x (bfloat16),  a = bf16(silu(min(g, L)) * clamp(u, -L, L)),  out = w2 . a
+         L = swiglu_limit, for the shared expert too
+y      = bf16(bf16(sum_k bf16(w_k * out_k)) + bf16(shared expert))
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ class Layer:
 
 
 class TextModel:
-    """DeepSeek-V4.1's text model over the tensors of ``source``; ``compressed_ids`` maps a token id to its Engram id."""
+    """DeepSeek-V4.1's text model over the tensors of ``source``; ``compressed_ids``: token id -> its Engram id."""
 
     def __init__(
         self,

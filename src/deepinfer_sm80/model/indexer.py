@@ -1,9 +1,9 @@
 """The indexer: which compressed rows a query attends to.
 
-    key    k = bf16(rms(bf16(wk . latent), k_norm)), dims 64..127 rotated at c * ratio, then e4m3 with one scale
-    query  q = wq_b . qr [32, 128], dims 64..127 rotated at p, then e4m3 with one scale a head
-    score[p, c] = sum_h weights[p, h] * 128^-0.5 * 32^-0.5 * relu(q[p, h] . k[c]),  weights = bf16(weights_proj . x)
-    chosen: the index_topk best of c < (p + 1) // ratio; behind the candidate source only among its candidate blocks
+key    k = bf16(rms(bf16(wk . latent), k_norm)), dims 64..127 rotated at c * ratio, then e4m3 with one scale
+query  q = wq_b . qr [32, 128], dims 64..127 rotated at p, then e4m3 with one scale a head
+score[p, c] = sum_h weights[p, h] * 128^-0.5 * 32^-0.5 * relu(q[p, h] . k[c]),  weights = bf16(weights_proj . x)
+chosen: the index_topk best of c < (p + 1) // ratio; behind the candidate source only among its candidate blocks
 """
 
 from __future__ import annotations

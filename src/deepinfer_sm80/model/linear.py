@@ -1,7 +1,7 @@
 """The weights of a checkpoint as bfloat16 matrices, and the products with them.
 
-A stored value is a 4- or 8-bit code times a power of two, so its bfloat16 is exact (unless the exponent leaves bfloat16's
-range) and a product with bfloat16 activations is what weight-only kernels compute: float32 accumulation, one rounding.
+A stored value is a 4- or 8-bit code times a power of two: its bfloat16 is exact, unless the exponent leaves bfloat16's
+range, and a product with bfloat16 activations is what weight-only kernels compute: float32 accumulation, one rounding.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Four residual streams: coefficients of a sublayer, collapse into its input, write-back of its output.
 
-    m    = (x . fn^T) * rsqrt(mean(x^2) + eps)            x: the 4 * H bfloat16 values of a token, float32 arithmetic
-    pre  = sigmoid(m[0:4] * scale[0] + base[0:4]) + hc_eps
-    post = 2 * sigmoid(m[4:8] * scale[1] + base[4:8])
-    C    = softmax over the last axis of (m[8:24] * scale[2] + base[8:24]) as [4, 4], + hc_eps,
-           one division by (column sum + hc_eps), then 19 times rows and columns
-    input of the sublayer = bf16(sum_s pre_before[s] * X[s]),      pre_before: ``pre`` of the sublayer before
-    X'[j] = bf16(sum_i C[i, j] * X[i] + post[j] * y)
+m    = (x . fn^T) * rsqrt(mean(x^2) + eps)            x: the 4 * H bfloat16 values of a token, float32 arithmetic
+pre  = sigmoid(m[0:4] * scale[0] + base[0:4]) + hc_eps
+post = 2 * sigmoid(m[4:8] * scale[1] + base[4:8])
+C    = softmax over the last axis of (m[8:24] * scale[2] + base[8:24]) as [4, 4], + hc_eps,
+       one division by (column sum + hc_eps), then 19 times rows and columns
+input of the sublayer = bf16(sum_s pre_before[s] * X[s]),      pre_before: ``pre`` of the sublayer before
+X'[j] = bf16(sum_i C[i, j] * X[i] + post[j] * y)
 """
 
 from __future__ import annotations

@@ -7,9 +7,12 @@ import torch
 
 from deepinfer_sm80 import ops
 from deepinfer_sm80.errors import TensorContractError
+from deepinfer_sm80.ops.attention.sparse_mla_prefill import kernel
 from deepinfer_sm80.ops.contract import Tolerance
+from deepinfer_sm80.testing.cloning import clone_arguments, storage_bytes
 from deepinfer_sm80.testing.compare import assert_agrees
 from deepinfer_sm80.testing.graphs import NoHostSync
+from deepinfer_sm80.testing.poison import poisoned_empty
 
 OP = "sparse_mla_prefill"
 
@@ -20,6 +23,10 @@ def case(name, device):
 
 def both(kwargs):
     return [ops.spec(OP).reference(**kwargs), ops.launcher(OP)(**kwargs)]
+
+
+def every(kwargs):
+    return [*both(kwargs), kernel.sparse_mla_prefill(**kwargs)]
 
 
 def test_hand_worked_softmax(device):
@@ -36,7 +43,7 @@ def test_hand_worked_softmax(device):
         "attn_sink": torch.tensor([math.log(4.0)], device=device),
         "softmax_scale": math.log(3.0),
     }
-    for out in both(kwargs):
+    for out in every(kwargs):
         got = out[0, 0].float()
         assert got[0] == pytest.approx(0.375, rel=2**-8)
         assert got[500] == pytest.approx(3.0, rel=2**-8)
@@ -84,16 +91,17 @@ def test_no_valid_row_is_zero(length, sink, device):
     kwargs["lens"] = torch.tensor([length], dtype=torch.int32, device=device)
     kwargs["attn_sink"] = torch.full((64,), sink, device=device)
     kwargs["kv"] = torch.full_like(kwargs["kv"], float("nan"))
-    for out in both(kwargs):
+    for out in every(kwargs):
         assert torch.equal(out, torch.zeros_like(out))
 
 
 def test_huge_logits_do_not_overflow(device):
     kwargs = case("T1-H64-K640", device)
     kwargs["q"] = kwargs["q"] * 2000
-    for out in both(kwargs):
+    reference, *others = every(kwargs)
+    for out in others:
         assert out.isfinite().all()
-    assert_agrees("out", *both(kwargs), ops.spec(OP).tolerance)
+        assert_agrees("out", out, reference, ops.spec(OP).tolerance)
 
 
 def test_listed_nan_reaches_only_its_token(device):
@@ -102,7 +110,7 @@ def test_listed_nan_reaches_only_its_token(device):
     kwargs["indices"] = kwargs["indices"].clamp(max=200)
     kwargs["kv"][250] = float("nan")
     kwargs["indices"][0, 0] = 250
-    for out in both(kwargs):
+    for out in every(kwargs):
         assert out[0].isnan().all()
         assert out[1:].isfinite().all()
 
@@ -123,7 +131,7 @@ def test_strided_out_and_many_steps(device):
 def test_empty_workspace(device):
     kwargs = case("T1-H64-K640", device)
     kwargs["kv"] = kwargs["kv"][:0]
-    for out in both(kwargs):
+    for out in every(kwargs):
         assert torch.equal(out, torch.zeros_like(out))
 
 
@@ -132,3 +140,49 @@ def test_padded_sink_is_refused(device):
     kwargs["attn_sink"] = torch.zeros(64, device=device)
     with pytest.raises(TensorContractError, match=r"attn_sink must be contiguous torch.float32 of shape \[H=16\]"):
         ops.launcher(OP)(**kwargs)
+
+
+# The Triton kernel. In the interpreter, too, it rounds to bfloat16 as a GPU does: the contract's own tolerance holds.
+
+
+def test_kernel_agrees_with_the_reference(device):
+    for name, kwargs in ops.spec(OP).cases(device):
+        for_kernel = clone_arguments(kwargs)
+        with poisoned_empty():
+            got = kernel.sparse_mla_prefill(**for_kernel)
+        assert_agrees(name, got, ops.spec(OP).reference(**kwargs), ops.spec(OP).tolerance)
+        for argument in ("q", "kv", "indices", "lens", "attn_sink"):
+            assert torch.equal(storage_bytes(kwargs, argument), storage_bytes(for_kernel, argument)), argument
+
+
+@pytest.mark.parametrize("heads", [17, 48])
+def test_kernel_masks_the_last_block_of_heads(heads, device):
+    kwargs = case("T1-H64-K640", device)
+    kwargs |= {"q": kwargs["q"][:, :heads].contiguous(), "attn_sink": kwargs["attn_sink"][:heads].contiguous()}
+    kwargs |= {"indices": kwargs["indices"][:, :70], "lens": torch.full_like(kwargs["lens"], 70)}
+    wide = torch.full((1, 64, 512), 7.0, dtype=torch.bfloat16, device=device)
+    kernel.sparse_mla_prefill(**kwargs, out=wide[:, :heads])
+    assert_agrees("out", wide[:, :heads], ops.spec(OP).reference(**kwargs), ops.spec(OP).tolerance)
+    assert (wide[:, heads:] == 7.0).all()
+
+
+def test_kernel_launches_depend_on_shapes_alone(monkeypatch, device):
+    kwargs, calls = case("T5-H16-K640", device), []
+    monkeypatch.setattr(kernel, "MAX_TOKENS", 4)
+    monkeypatch.setattr(kernel, "run", lambda variant, grid, *rest: calls.append((variant, grid, rest)))
+    with NoHostSync():
+        kernel.sparse_mla_prefill(**kwargs)
+    assert [grid for _, grid, _ in calls] == [(1, 4), (1, 1)]
+    assert not any(isinstance(x, torch.Tensor) and x.data_ptr() % 16 for _, _, rest in calls for x in rest[2:])
+    monkeypatch.undo()
+    monkeypatch.setattr(kernel, "MAX_TOKENS", 4)
+    assert_agrees("out", kernel.sparse_mla_prefill(**kwargs), both(kwargs)[0], ops.spec(OP).tolerance)
+
+
+def test_kernel_refuses_rows_it_cannot_read_in_16_bytes(device):
+    kwargs = case("T5-H16-K640", device)
+    kwargs["q"] = torch.zeros(5, 16 * 512 + 4, dtype=torch.bfloat16, device=device)[:, : 16 * 512].unflatten(
+        1, (16, 512)
+    )
+    with pytest.raises(TensorContractError, match=r"q must be strided along tokens by a multiple of 8 elements"):
+        kernel.sparse_mla_prefill(**kwargs)

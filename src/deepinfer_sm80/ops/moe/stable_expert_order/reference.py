@@ -56,9 +56,7 @@ def _aligned(
 ) -> dict[str, Any]:
     """As the alignment kernel leaves it, an expert's routes shuffled; experts from ``local`` on are other ranks'."""
     g = torch.Generator().manual_seed(seed)
-    chosen = (
-        torch.stack([torch.randperm(experts, generator=g)[:topk] for _ in range(tokens)]).flatten() if tokens else []
-    )
+    chosen = [expert for _ in range(tokens) for expert in torch.randperm(experts, generator=g)[:topk].tolist()]
     ids: list[int] = []
     blocks: list[int] = []
     for expert in range(experts):
