@@ -123,6 +123,9 @@ def report(out: pathlib.Path) -> str:
     for name, result in results.items():
         verdict = "ok" if result["ok"] else "FAILED"
         lines.append(f"| {name} | {result.get('lowering', '')} | {verdict} | {result['wall_s']} | {summary(result)} |")
+    missing = [name for name in STAGES if name not in results and name != "checkpoint"]
+    if missing:
+        lines += ["", f"No result yet: {', '.join(missing)}."]
     largest = results.get("compare", {}).get("largest", [])
     if largest:
         lines += ["", "The largest differences, and what the two paths chose differently in that row:", ""]

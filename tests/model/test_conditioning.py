@@ -21,7 +21,7 @@ from deepinfer_sm80.model.tokenizer_files import tokenizer_files
 from deepinfer_sm80.model.weights import random_tensors
 
 LONG_ONLY = {"index_selection", "candidates"}  # act where more rows exist than are chosen
-SHORT, LONG = 300, 1500
+SHORT, LONG = 400, 1500
 
 
 class Generated:
