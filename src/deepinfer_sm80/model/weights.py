@@ -8,7 +8,7 @@ gaussian is in ``weight_structure``. The gains that are not 1, and why:
 
     head               LOGITS: bfloat16 logits of deviation 1 are spaced by 1/128 or less where they matter
     attn.wq_b          QUERY, ROPE_QUERY: scores with these deviations (the rotated dims count a third) give a softmax
-                       that is neither flat nor a choice: 640 rows are worth about 25
+                       that is neither flat nor a choice of one row
     attn_sink          near the log-sum-exp of such a row of scores
     attn.wo_a          ATTENTION: attention adds a quarter of the streams' RMS per layer: a sublayer must not drown the
                        others, or its rounding noise is the model's
