@@ -123,6 +123,13 @@ def test_tf32_drops_13_bits():
     assert tf32(x).tolist() == [1 + 2**-10, 1.0, 1 + 2**-10]
 
 
+def test_a_sentence_tells_large_components_from_rounding(model, text):
+    noise, found = changes(model, text[:40], ["attention", "engram", "shared_expert"])
+    assert 1e-4 < noise.abs().mean() < NOISE, "the noise must reach the log-probabilities"
+    assert {name for name, change in found.items() if change.abs().mean() < SENSITIVITY} == set()
+
+
+@pytest.mark.slow
 def test_a_short_text_tells_a_missing_component_from_rounding(model, text):
     noise, found = changes(model, text[:SHORT], [name for name in COMPONENTS if name not in LONG_ONLY])
     assert noise.abs().mean() < NOISE
