@@ -313,6 +313,7 @@ def compare(model: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
                     "difference": round(gap[row].item(), 4),
                     "experts_flipped_in_layers": [k for k, v in experts.items() if v[row]],
                     "topk_flipped_in_layers": [k for k, v in topk.items() if v[row]],
+                    "smallest_router_margin": min((m[row].item() for m in theirs["margins"].values()), default=None),
                 }
             )
     ordered = sorted(differences)

@@ -39,7 +39,8 @@ def test_prompts_are_distinct_real_text_of_the_stated_lengths(monkeypatch):
 def arm(rows, logprobs, experts=None, topk=None):
     chosen = experts if experts is not None else torch.zeros(rows, 2, dtype=torch.int64)
     picked = topk if topk is not None else torch.zeros(rows, 4, dtype=torch.int32)
-    return [{"logprobs": torch.tensor(logprobs), "experts": {0: chosen}, "topk": {2: picked}, "margins": {}}]
+    margins = {0: torch.full((rows,), 0.25), 1: torch.full((rows,), 0.125)}
+    return [{"logprobs": torch.tensor(logprobs), "experts": {0: chosen}, "topk": {2: picked}, "margins": margins}]
 
 
 def test_comparison_counts_and_names_flips(monkeypatch, tmp_path):
@@ -55,6 +56,7 @@ def test_comparison_counts_and_names_flips(monkeypatch, tmp_path):
     assert found["facts"]["mean_without_flip"] == pytest.approx(0.0015, abs=1e-4)
     assert found["largest"][0]["position"] == 1
     assert found["largest"][0]["experts_flipped_in_layers"] == [0]
+    assert found["largest"][0]["smallest_router_margin"] == 0.125
 
 
 def test_a_mean_above_the_bound_fails(monkeypatch, tmp_path):

@@ -5,6 +5,7 @@ which `make test` puts into .triton38. Each compiles in a process of its own: te
 and an interpreted module cannot be compiled.
 """
 
+import inspect
 import json
 import os
 import subprocess
@@ -12,9 +13,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from deepinfer_sm80.errors import TensorContractError
 from deepinfer_sm80.hardware import limits
-from deepinfer_sm80.ops.variants import all_variants
+from deepinfer_sm80.ops.variants import all_variants, run
 
 ROOT = Path(__file__).parents[2]
 VARIANTS = {v.key: v for v in all_variants()}
@@ -69,11 +72,40 @@ def test_keys_are_unique():
     assert len(VARIANTS) == len(list(all_variants()))
 
 
+def option(function, name):
+    """A ``triton.jit`` option of a compiled or an interpreted function."""
+    return set(getattr(function, name, None) or getattr(function, "kwargs", {}).get(name) or ())
+
+
 @pytest.mark.parametrize("key", VARIANTS)
 def test_integers_are_not_specialised(key):
     """An integer that Triton specialises on (1, or a multiple of 16) compiles again in the middle of serving."""
     variant = VARIANTS[key]
     function = variant.function()
-    free = set(getattr(function, "do_not_specialize", None) or function.kwargs.get("do_not_specialize", ()))
+    free = option(function, "do_not_specialize")
     integers = {name for name, kind in variant.arguments.items() if not kind.startswith("*")}
     assert integers <= free, f"{variant.kernel}: {sorted(integers - free)} are specialised"
+
+
+@pytest.mark.parametrize("key", VARIANTS)
+def test_alignment_is_compiled_as_it_is_checked(key):
+    """A pointer that the launch lets through unaligned must not be specialised, and the other way round."""
+    variant = VARIANTS[key]
+    assert option(variant.function(), "do_not_specialize_on_alignment") == set(variant.unaligned), variant.kernel
+
+
+@pytest.mark.parametrize("key", VARIANTS)
+def test_wide_integers_are_annotated(key):
+    """Without an annotation Triton types an integer by its value: i32 today and i64 in the middle of serving."""
+    variant = VARIANTS[key]
+    annotations = inspect.get_annotations(variant.function().fn)
+    wide = {name for name, kind in variant.arguments.items() if kind == "i64"}
+    assert {name for name in wide if "int64" not in str(annotations.get(name))} == set()
+
+
+def test_an_unaligned_pointer_is_refused_by_name():
+    variant = next(v for v in VARIANTS.values() if v.op == "mhc_post")
+    width = len(variant.arguments)
+    arguments = [torch.zeros(64, dtype=torch.bfloat16)[1:], *[torch.zeros(16) for _ in range(width - 1)]]
+    with pytest.raises(TensorContractError, match=r"x_ptr must be aligned to 16 bytes, got an address 2 bytes past"):
+        run(variant, (1,), *arguments)

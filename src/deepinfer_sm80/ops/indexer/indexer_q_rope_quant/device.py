@@ -46,10 +46,11 @@ def load_angles(table_ptr, position, positions_in_table, HALF: tl.constexpr):
     return tl.load(table_ptr + row + i), tl.load(table_ptr + row + HALF + i)
 
 
-@triton.jit(
-    do_not_specialize=["q_row", "q_head", "w_row", "position_step", "table_rows", "softmax_scale", "head_scale"],
-    do_not_specialize_on_alignment=["positions_ptr", "weights_ptr"],
-)
+_NUMBERS = ["q_row", "q_head", "w_row", "position_step", "table_rows", "softmax_scale", "head_scale"]
+_UNALIGNED = ["positions_ptr", "weights_ptr"]
+
+
+@triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_UNALIGNED)
 def q_rope_quant_kernel(
     positions_ptr,
     q_ptr,
@@ -99,3 +100,9 @@ def q_rope_quant_kernel(
     # weights become ((float32(weights) * s) * softmax_scale) * head_scale
     weight = tl.load(weights_ptr + t * w_row + h).to(tl.float32)
     tl.store(folded_ptr + t * HEADS + h, weight * scale * softmax_scale * head_scale)
+
+
+# The same code for queries that may start at any element: one compiled form whatever their address.
+q_rope_quant_unaligned_kernel = triton.jit(
+    q_rope_quant_kernel.fn, do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=[*_UNALIGNED, "q_ptr"]
+)

@@ -36,7 +36,7 @@ def variant(unit: int) -> Variant:
     return Variant(
         op="indexer_q_rope_quant",
         name=f"unit{unit}",
-        kernel="deepinfer_sm80.ops.indexer.indexer_q_rope_quant.device:q_rope_quant_kernel",
+        kernel=f"{__package__}.device:q_rope_quant_{'' if unit == 8 else 'unaligned_'}kernel",
         arguments=_ARGUMENTS,
         constants={"HEADS": HEADS, "DIM": DIM, "ROPE": ROPE, "UNIT": unit},
         num_warps=_NUM_WARPS,
