@@ -26,7 +26,8 @@ from concurrent.futures import ThreadPoolExecutor
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
-PLUGIN_STAGES = ("register", "eager", "graphs", "chunked", "prefix", "dspark", "serve", "logprobs-plugin")
+GENERATING = ("eager", "graphs", "chunked-eager", "chunked", "dspark-eager", "dspark", "serve")
+PLUGIN_STAGES = ("register", *GENERATING, "logprobs-plugin")
 STOCK_STAGES = ("logprobs-stock",)
 STAGES = ("checkpoint", *PLUGIN_STAGES, *STOCK_STAGES, "compare")
 

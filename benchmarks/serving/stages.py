@@ -142,9 +142,19 @@ def _generates(engine: Engine) -> dict[str, Any]:
             for x, y in zip(tokens_of(again), tokens_of(eight), strict=True)
         ]
         raise AssertionError(f"a repeated greedy run gave other tokens, first at {first}")
-    return engine.result(prompts="1 and 8", logprobs_finite=looked_at, repeat="same tokens") | {
-        "tokens": tokens_of(eight)
-    }
+    cached, hit_looked_at = _prefix_hit(engine)
+    return engine.result(
+        prompts="1 and 8", logprobs_finite=looked_at + hit_looked_at, repeat="same tokens", cached_tokens=cached
+    ) | {"tokens": tokens_of(eight)}
+
+
+def _prefix_hit(engine: Engine) -> tuple[int, int]:
+    """Tokens taken from the cache, and log-probabilities looked at, of a prompt that begins like the longest one."""
+    hit = engine.generate([engine.prompts[-1][:2000] + engine.prompts[3]])
+    cached = hit[0].num_cached_tokens
+    if not cached:
+        raise AssertionError("no cached tokens on a shared prefix of 2,000")
+    return cached, require_finite(hit)
 
 
 def eager(model: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
@@ -155,27 +165,24 @@ def graphs(model: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
     return _generates(Engine(model))
 
 
-def chunked(model: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
-    engine = Engine(model, max_num_batched_tokens=512, enforce_eager=True)
+def _chunked(engine: Engine) -> dict[str, Any]:
     outputs = engine.generate(engine.prompts)
-    return engine.result(chunk=512, longest=max(map(len, engine.prompts)), logprobs_finite=require_finite(outputs))
+    return engine.result(chunk=512, longest=max(map(len, engine.prompts)), logprobs_finite=require_finite(outputs)) | {
+        "tokens": tokens_of(outputs)
+    }
 
 
-def prefix(model: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
-    engine = Engine(model, enforce_eager=True)
-    head = engine.prompts[-1]
-    require_finite(engine.generate([head]))
-    hit = engine.generate([head[:2000] + engine.prompts[3]])
-    cached = hit[0].num_cached_tokens
-    if not cached:
-        raise AssertionError("no cached tokens on a shared prefix of 2,000")
-    return engine.result(cached_tokens=cached, logprobs_finite=require_finite(hit))
+def chunked(model: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
+    return _chunked(Engine(model, max_num_batched_tokens=512))
 
 
-def dspark(model: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
-    engine = Engine(
-        model, speculative_config={"method": "dspark", "num_speculative_tokens": 5}, disable_log_stats=False
-    )
+def chunked_eager(model: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
+    return _chunked(Engine(model, max_num_batched_tokens=512, enforce_eager=True))
+
+
+def _dspark(model: pathlib.Path, **options: Any) -> dict[str, Any]:
+    speculation = {"method": "dspark", "num_speculative_tokens": 5}
+    engine = Engine(model, speculative_config=speculation, disable_log_stats=False, **options)
     outputs = engine.generate(engine.prompts)
     looked_at = require_finite(outputs)
     counters = {m.name: getattr(m, "value", None) for m in engine.llm.get_metrics() if "spec_decode" in m.name}
@@ -184,6 +191,14 @@ def dspark(model: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
     return engine.result(K=5, drafted=drafted, accepted=accepted, logprobs_finite=looked_at) | {
         "tokens": tokens_of(outputs)
     }
+
+
+def dspark(model: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
+    return _dspark(model)
+
+
+def dspark_eager(model: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
+    return _dspark(model, enforce_eager=True)
 
 
 def serve(model: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
@@ -343,8 +358,9 @@ FUNCTIONS: dict[str, Callable[[pathlib.Path, pathlib.Path], dict[str, Any]]] = {
     "eager": eager,
     "graphs": graphs,
     "chunked": chunked,
-    "prefix": prefix,
+    "chunked-eager": chunked_eager,
     "dspark": dspark,
+    "dspark-eager": dspark_eager,
     "serve": serve,
     "logprobs-plugin": logprobs_plugin,
     "logprobs-stock": logprobs_stock,
