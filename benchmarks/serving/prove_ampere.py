@@ -67,6 +67,7 @@ def run_stage(name: str, args: argparse.Namespace) -> int:
     result["ok"] = bool(result.get("ok")) and code == 0
     result["wall_s"] = round(time.time() - start, 1)
     result["commit"] = args.commit
+    result["shared_gpu"] = "PROVE_SHARED_GPU" in os.environ
     path.write_text(json.dumps(result, indent=1))
     print(f"{name}: {'ok' if result['ok'] else 'FAILED'} in {result['wall_s']} s  {summary(result)}", flush=True)
     if not result["ok"]:
@@ -162,7 +163,7 @@ def main() -> int:
     wanted = STAGES if args.stage and "all" in args.stage else tuple(args.stage or ())
     failed = run_together(wanted, args) if args.together else sum(run_stage(name, args) for name in wanted)
     if args.report or wanted:
-        print(report(args.out))
+        print(report(args.out), end="")
     return 1 if failed else 0
 
 

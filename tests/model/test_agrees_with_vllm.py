@@ -29,7 +29,7 @@ def tiny(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", ["eager", "graphs", "dspark"])
+@pytest.mark.parametrize("stage", ["eager", "graphs", "chunked-eager", "chunked", "dspark-eager", "dspark"])
 def test_every_generated_token_is_the_best_or_ties(tiny, stage):
     generated = json.loads((RESULTS / f"{stage}.json").read_text())["tokens"]
     tokenizer = Tokenizer.from_file(str(tiny / "tokenizer.json"))
