@@ -27,8 +27,9 @@ HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
 GENERATING = ("eager", "graphs", "chunked-eager", "chunked", "dspark-eager", "dspark", "serve")
-PLUGIN_STAGES = ("register", *GENERATING, "logprobs-plugin")
-STOCK_STAGES = ("logprobs-stock",)
+PLUGIN_STAGES = ("register", *GENERATING, "mixed", "times-kernels", "times-pytorch", "logprobs-plugin")
+STOCK_STAGES = ("times-stock", "logprobs-stock")
+ENVIRONMENT = {"times-pytorch": {"DEEPINFER_PYTORCH_OPERATORS": "all"}}
 STAGES = ("checkpoint", *PLUGIN_STAGES, *STOCK_STAGES, "compare")
 
 
@@ -49,6 +50,7 @@ def run_stage(name: str, args: argparse.Namespace) -> int:
         return 0
     environment = dict(os.environ)
     environment.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    environment.update(ENVIRONMENT.get(name, {}))
     if name in STOCK_STAGES:
         environment["DEEPINFER_DISABLE"] = "1"
         environment.pop("AMPERE_DISGUISE", None)

@@ -13,6 +13,7 @@ import urllib.error
 import urllib.request
 from typing import TYPE_CHECKING, Any
 
+import timing
 from prompts import token_ids
 
 if TYPE_CHECKING:
@@ -69,7 +70,9 @@ class Engine:
         return self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
 
     def result(self, **facts: Any) -> dict[str, Any]:
-        return {**facts_of_machine(), "facts": {"boot_s": self.boot_s, **facts}}
+        from deepinfer_sm80.ops.variants import launched
+
+        return {**facts_of_machine(), "facts": {"boot_s": self.boot_s, **facts}, "launched": sorted(launched)}
 
 
 def tokens_of(outputs: list[Any]) -> list[list[int]]:
@@ -352,6 +355,19 @@ def compare(model: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
     return {"ok": mean <= 0.02, "facts": facts, "largest": largest[:12], "allowed_mean": 0.02}
 
 
+def mixed(model: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
+    """Nothing may compile after the engine is up."""
+    engine = Engine(model)
+    compiled = timing.mixed_batches(engine)
+    facts = {"batches": timing.MIXED_BATCHES, "compiled_while_serving": len(compiled)}
+    return engine.result(**facts) | {"ok": not compiled, "error": ", ".join(compiled)}
+
+
+def times(model: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
+    engine = Engine(model)
+    return engine.result(**timing.times(engine))
+
+
 FUNCTIONS: dict[str, Callable[[pathlib.Path, pathlib.Path], dict[str, Any]]] = {
     "checkpoint": checkpoint,
     "register": register,
@@ -365,4 +381,8 @@ FUNCTIONS: dict[str, Callable[[pathlib.Path, pathlib.Path], dict[str, Any]]] = {
     "logprobs-plugin": logprobs_plugin,
     "logprobs-stock": logprobs_stock,
     "compare": compare,
+    "mixed": mixed,
+    "times-kernels": times,
+    "times-pytorch": times,
+    "times-stock": times,
 }

@@ -27,6 +27,18 @@ class Switch:
         return self.default if text == "" else text == "1"
 
 
+@dataclass(frozen=True, slots=True)
+class Names:
+    """A variable that lists names separated by commas; unset or empty is none of them."""
+
+    name: str
+    meaning: str
+    default: str = "none"
+
+    def __call__(self) -> frozenset[str]:
+        return frozenset(os.environ.get(self.name, "").replace(",", " ").split())
+
+
 DEEPINFER_DISABLE = Switch(
     "DEEPINFER_DISABLE", "1: the plugin registers nothing and vLLM runs as if it were not installed."
 )
@@ -35,10 +47,25 @@ DEEPINFER_FORCE = Switch(
     "1: the plugin acts although the GPU is not of compute capability 8.x. For development: nothing but 8.x is tested.",
 )
 
-VARIABLES: tuple[Switch, ...] = (DEEPINFER_DISABLE, DEEPINFER_FORCE)
+DEEPINFER_PYTORCH_OPERATORS = Names(
+    "DEEPINFER_PYTORCH_OPERATORS",
+    "Operators that run as vectorised PyTorch instead of Triton kernels, `all` for every one: slow; to compare, or to "
+    "find a suspect.",
+)
+
+SWITCHES: tuple[Switch, ...] = (DEEPINFER_DISABLE, DEEPINFER_FORCE)
+VARIABLES: tuple[Switch | Names, ...] = (*SWITCHES, DEEPINFER_PYTORCH_OPERATORS)
+
+
+def in_force(variable: Switch | Names) -> str:
+    """The value of ``variable`` now, as one word. Raises EnvironmentValueError for nonsense."""
+    value = variable()
+    return str(int(value)) if isinstance(value, bool) else ",".join(sorted(value)) or "none"
 
 
 def markdown() -> str:
     """The table of docs/environment.md."""
-    rows = [f"| `{v.name}` | {int(v.default)} | {v.meaning} |" for v in VARIABLES]
+    rows = [
+        f"| `{v.name}` | {v.default if isinstance(v, Names) else int(v.default)} | {v.meaning} |" for v in VARIABLES
+    ]
     return "\n".join(["| variable | default | meaning |", "|---|---|---|", *rows])

@@ -149,3 +149,12 @@ def _gpu_from_torch(index: int) -> Gpu | None:
         return None
     found = torch.cuda.get_device_properties(index)
     return Gpu(found.name, (found.major, found.minor), found.total_memory)
+
+
+def torch_sees_a_gpu() -> bool:
+    """Whether torch is installed and can use a CUDA GPU; CUDA is not initialised."""
+    try:
+        import torch
+    except ImportError:
+        return False
+    return bool(torch.cuda.is_available())

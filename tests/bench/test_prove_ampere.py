@@ -3,10 +3,14 @@
 import importlib.util
 import json
 import sys
+import types
 from pathlib import Path
 
 import pytest
 import torch
+import triton
+
+from deepinfer_sm80.ops.variants import all_variants
 
 ROOT = Path(__file__).parents[2]
 SERVING = ROOT / "benchmarks/serving"
@@ -15,7 +19,7 @@ RESULTS = ROOT / "benchmarks/results/nvidia-h200/prove_ampere"
 
 def load(name, monkeypatch):
     monkeypatch.syspath_prepend(str(SERVING))
-    for known in ("prompts", "stages", "recording"):
+    for known in ("prompts", "stages", "recording", "timing"):
         monkeypatch.delitem(sys.modules, known, raising=False)
     spec = importlib.util.spec_from_file_location(name, SERVING / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
@@ -83,3 +87,51 @@ def test_a_stage_that_dies_is_reported_and_fails_the_run(monkeypatch, tmp_path, 
 def test_the_page_shows_the_committed_results(monkeypatch):
     prove = load("prove_ampere", monkeypatch)
     assert (ROOT / "docs/serving-proof.md").read_text(encoding="utf-8") == prove.report(RESULTS)
+
+
+def test_every_kernel_a_proof_launched_is_in_the_closed_list():
+    listed = {variant.key for variant in all_variants()}
+    results = [json.loads(path.read_text()) for path in RESULTS.glob("*.json")]
+    launched = {key for result in results for key in result.get("launched", ())}
+    assert launched <= listed
+
+
+def test_mixed_batches_report_what_was_compiled(monkeypatch):
+    timing = load("timing", monkeypatch)
+
+    class Engine:
+        prompts = ([1, 2, 3],) * 700
+        served = 0
+
+        def generate(self, prompts, tokens):
+            self.served += 1
+            assert all(prompts)
+            if self.served == 7:
+                hook = triton.knobs.runtime.jit_post_compile_hook
+                hook(fn=types.SimpleNamespace(name="late_kernel"), key="k")
+
+    engine = Engine()
+    assert timing.mixed_batches(engine) == ["late_kernel"]
+    assert engine.served == timing.MIXED_BATCHES
+    assert triton.knobs.runtime.jit_post_compile_hook is None
+
+
+def test_a_decode_step_is_the_difference_of_two_runs(monkeypatch):
+    timing = load("timing", monkeypatch)
+    clock = [0.0]
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
+
+    class Engine:
+        prompts = (list(range(3000)),)
+        llm = types.SimpleNamespace(reset_prefix_cache=lambda: None)
+
+        def generate(self, prompts, tokens):
+            clock[0] += 0.1 + 0.002 * (tokens - 1) * len(prompts)
+
+    found = timing.times(Engine())
+    assert found == {
+        "decode_ms_batch_1": 2.0,
+        "decode_ms_batch_8": 16.0,
+        "decode_ms_batch_64": 128.0,
+        "prefill_ms_2048": 100.0,
+    }

@@ -54,7 +54,16 @@ ARROWS = [
     ),
     (
         f"{PACKAGE}.vllm_plugin.**",
-        ["torch", "vllm", *FOUNDATION, *FACTS, *OPERATORS[:1], *LAUNCH, f"{PACKAGE}.vllm_plugin.**"],
+        [
+            "torch",
+            "vllm",
+            *FOUNDATION,
+            *FACTS,
+            *OPERATORS[:1],
+            f"{PACKAGE}.ops.warmup",
+            *LAUNCH,
+            f"{PACKAGE}.vllm_plugin.**",
+        ],
     ),
     (f"{PACKAGE}.topology.**", [f"{PACKAGE}.errors", *FACTS, f"{PACKAGE}.topology.**"]),
     (f"{PACKAGE}.testing.**", ["torch", *FOUNDATION, *OPERATORS, f"{PACKAGE}.testing.**"]),

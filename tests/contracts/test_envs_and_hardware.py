@@ -6,13 +6,21 @@ from deepinfer_sm80 import envs, hardware
 from deepinfer_sm80.errors import EnvironmentValueError, UnknownArchitectureError
 
 
-@pytest.mark.parametrize("variable", envs.VARIABLES, ids=lambda v: v.name)
+@pytest.mark.parametrize("variable", envs.SWITCHES, ids=lambda v: v.name)
 def test_switch_is_read_on_use(variable, monkeypatch):
     monkeypatch.delenv(variable.name, raising=False)
     assert variable() is variable.default
     for text, want in (("1", True), ("0", False), (" 1 ", True), ("", variable.default)):
         monkeypatch.setenv(variable.name, text)
         assert variable() is want
+
+
+def test_names_are_read_on_use(monkeypatch):
+    variable = envs.DEEPINFER_PYTORCH_OPERATORS
+    for text, want in (("", set()), ("all", {"all"}), (" indexer_topk, mhc_post ,", {"indexer_topk", "mhc_post"})):
+        monkeypatch.setenv(variable.name, text)
+        assert variable() == want
+        assert envs.in_force(variable) == (",".join(sorted(want)) or "none")
 
 
 @pytest.mark.parametrize("text", ["yes", "true", "2", "-1"])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from deepinfer_sm80 import ops
-from deepinfer_sm80.errors import TensorContractError
+from deepinfer_sm80.errors import EnvironmentValueError, TensorContractError
 
 KEYWORD_ONLY = inspect.Parameter.KEYWORD_ONLY
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -21,9 +21,17 @@ def parameters(fn):
     return inspect.signature(fn).parameters.values()
 
 
-@pytest.mark.parametrize("op", ops.OPS)
-def test_launcher_and_reference_take_the_same_arguments(op):
-    reference, launcher = ops.spec(op).reference, ops.launcher(op)
+LAUNCHERS = [
+    pytest.param(op, fn, id=f"{op}-{kind}")
+    for op in ops.OPS
+    for kind, fn in (("pytorch", ops.pytorch(op)), ("kernel", ops.kernel(op)))
+    if fn is not None
+]
+
+
+@pytest.mark.parametrize(("op", "launcher"), LAUNCHERS)
+def test_launcher_and_reference_take_the_same_arguments(op, launcher):
+    reference = ops.spec(op).reference
     assert reference.__name__ == launcher.__name__ == op
     want = [(p.name, p.default) for p in parameters(reference)]
     assert not [p.name for p in parameters(reference) if p.kind is KEYWORD_ONLY], "extras belong to the launcher"
@@ -54,27 +62,47 @@ def test_reference_documents_every_argument(op):
     assert SHAPE.search(text), f"{op}: the definition gives no shape"
 
 
-@pytest.mark.parametrize("op", ops.OPS)
-def test_launcher_is_documented(op):
-    module = importlib.import_module(ops.launcher(op).__module__)
-    assert op in (module.__doc__ or ""), f"{op}: launch.py opens without saying what it launches"
+@pytest.mark.parametrize(("op", "launcher"), LAUNCHERS)
+def test_launcher_is_documented(op, launcher):
+    module = importlib.import_module(launcher.__module__)
+    assert op in (module.__doc__ or ""), f"{op}: {module.__name__} opens without saying what it launches"
 
 
-@pytest.mark.parametrize("op", ops.OPS)
-def test_launcher_refuses_a_wrong_dtype_and_names_the_argument(op):
+@pytest.mark.parametrize(("op", "launcher"), LAUNCHERS)
+def test_launcher_refuses_a_wrong_dtype_and_names_the_argument(op, launcher):
     case = max(ops.spec(op).cases(DEVICE), key=lambda c: sum(v.numel() for v in c[1].values() if torch.is_tensor(v)))[1]
     for name, value in case.items():
         if not torch.is_tensor(value):
             continue
         wrong = {**case, name: value.to(torch.complex64)}
         with pytest.raises(TensorContractError, match=rf"{op}: {name} must be .*complex64"):
-            ops.launcher(op)(**wrong)
+            launcher(**wrong)
 
 
-@pytest.mark.parametrize("op", ops.OPS)
-def test_no_assert_and_no_host_sync_in_the_launcher(op):
-    tree = ast.parse(inspect.getsource(importlib.import_module(ops.launcher(op).__module__)))
+@pytest.mark.parametrize(("op", "launcher"), LAUNCHERS)
+def test_no_assert_and_no_host_sync_in_the_launcher(op, launcher):
+    tree = ast.parse(inspect.getsource(importlib.import_module(launcher.__module__)))
     syncs = {"item", "tolist", "cpu", "numpy", "nonzero", "synchronize", "unique", "masked_select"}
     calls = {n.func.attr for n in ast.walk(tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)}
     assert not calls & syncs, f"{op} waits for the GPU: {sorted(calls & syncs)}"
     assert not [n for n in ast.walk(tree) if isinstance(n, ast.Assert)], "raise, never assert"
+
+
+def test_the_gpu_runs_kernels_and_a_named_operator_stays_pytorch(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("DEEPINFER_PYTORCH_OPERATORS", "indexer_topk")
+    chosen = {op: ops.launcher.__wrapped__(op) for op in ops.OPS}
+    assert chosen["indexer_topk"] is ops.pytorch("indexer_topk")
+    assert chosen["sparse_mla_decode"] is ops.kernel("sparse_mla_decode")
+    assert {op for op in ops.OPS if ops.kernel(op) is None} == {"mhc_post", "grouped_output_projection"}
+    monkeypatch.setenv("DEEPINFER_PYTORCH_OPERATORS", "all")
+    assert all(ops.launcher.__wrapped__(op) is ops.pytorch(op) for op in ops.OPS)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("DEEPINFER_PYTORCH_OPERATORS")
+    assert all(ops.launcher.__wrapped__(op) is ops.pytorch(op) for op in ops.OPS)
+
+
+def test_a_name_that_is_no_operator_is_refused(monkeypatch):
+    monkeypatch.setenv("DEEPINFER_PYTORCH_OPERATORS", "sparse_mla")
+    with pytest.raises(EnvironmentValueError, match=r"DEEPINFER_PYTORCH_OPERATORS must be all, or .* got 'sparse_mla'"):
+        ops.launcher.__wrapped__("mhc_post")

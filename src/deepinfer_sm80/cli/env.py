@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     width = max(len(v.name) for v in envs.VARIABLES)
     for variable in envs.VARIABLES:
-        print(f"{variable.name:{width}}  {int(variable())}  {variable.meaning}")
+        print(f"{variable.name:{width}}  {envs.in_force(variable)}  {variable.meaning}")
     return 0
 
 

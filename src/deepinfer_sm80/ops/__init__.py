@@ -1,17 +1,21 @@
 """The operators, in forward-pass order: ``from deepinfer_sm80.ops import mhc_post``.
 
 ``ops/<family>/<op>/`` is one operator's room: ``reference.py`` (the spec: equation, cases,
-tolerance, cost), ``launch.py`` (checks, picks a configuration, allocates, launches), ``device.py``
-(device code) and ``tuning.py`` (numbers with their measurement). What the shared contract cannot
-say is in ``tests/ops/<family>/test_<op>.py``. Nothing heavy is imported here.
+tolerance, cost), ``launch.py`` (vectorised PyTorch, any device), ``kernel.py`` (the Triton launcher:
+checks, picks a configuration, allocates, launches), ``device.py`` (device code) and ``tuning.py``
+(numbers with their measurement). What the shared contract cannot say is in
+``tests/ops/<family>/test_<op>.py``. Nothing heavy is imported here.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from deepinfer_sm80.errors import UnknownOpError
+from deepinfer_sm80 import envs, hardware
+from deepinfer_sm80.errors import EnvironmentValueError, UnknownOpError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,10 +49,37 @@ def spec(op: str) -> OpSpec:
     return found
 
 
-def launcher(op: str) -> Callable[..., Any]:
-    """Return the Ampere implementation of ``op``; same signature as its reference."""
+def pytorch(op: str) -> Callable[..., Any]:
+    """Return ``op`` in vectorised PyTorch (``mhc_post``: Triton); same signature as its reference, any device."""
     fn: Callable[..., Any] = getattr(import_module(f"{_room(op)}.launch"), op)
     return fn
+
+
+def kernel(op: str) -> Callable[..., Any] | None:
+    """Return the Triton implementation of ``op``, None where PyTorch is the implementation (a matrix product)."""
+    if find_spec(f"{_room(op)}.kernel") is None:
+        return None
+    fn: Callable[..., Any] = getattr(import_module(f"{_room(op)}.kernel"), op)
+    return fn
+
+
+@cache
+def launcher(op: str) -> Callable[..., Any]:
+    """Return what runs ``op`` in this process: Triton where torch sees a CUDA GPU, PyTorch elsewhere.
+
+    An operator named in DEEPINFER_PYTORCH_OPERATORS stays PyTorch; read when the operator is first asked for. Raises
+    UnknownOpError, EnvironmentValueError.
+    """
+    stays = envs.DEEPINFER_PYTORCH_OPERATORS()
+    if stays - {"all", *OPS}:
+        raise EnvironmentValueError(
+            name=envs.DEEPINFER_PYTORCH_OPERATORS.name,
+            allowed=f"all, or operators separated by commas (known: {', '.join(OPS)})",
+            got=", ".join(sorted(stays - {"all", *OPS})),
+            default="none",
+        )
+    compiled = kernel(op) if hardware.torch_sees_a_gpu() and not {"all", op} & stays else None
+    return compiled or pytorch(op)
 
 
 def __getattr__(name: str) -> Callable[..., Any]:

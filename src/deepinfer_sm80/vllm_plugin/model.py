@@ -15,6 +15,7 @@ from vllm.multimodal import MULTIMODAL_REGISTRY
 from deepinfer_sm80 import __version__
 from deepinfer_sm80.errors import ImageInputError
 from deepinfer_sm80.vllm_plugin.images import TextOnlyProcessingInfo, leave_out_vision_tower
+from deepinfer_sm80.vllm_plugin.kernels import finish_warmup, start_warmup
 from deepinfer_sm80.vllm_plugin.overrides import OVERRIDES, apply_overrides
 from deepinfer_sm80.vllm_plugin.requirements import check_config
 from deepinfer_sm80.vllm_plugin.weights import checked
@@ -50,6 +51,7 @@ class DeepseekV41ForCausalLM(vl_model.DeepseekV41ForCausalLM):
             installed_vllm(),
             len(OVERRIDES),
         )
+        self._warmup = start_warmup(vllm_config)
 
     def embed_multimodal(self, **kwargs: object) -> Any:
         if kwargs.get("patches") is not None:
@@ -65,6 +67,7 @@ class DeepseekV41ForCausalLM(vl_model.DeepseekV41ForCausalLM):
                 experts_may_be_missing=self._expert_parallel,
             )
         )
+        finish_warmup(self._warmup)
         return loaded
 
 

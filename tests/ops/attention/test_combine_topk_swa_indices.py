@@ -16,7 +16,7 @@ def i32(values, device):
 
 
 def every(kwargs):
-    return [run(**kwargs) for run in (ops.spec(OP).reference, ops.launcher(OP), kernel)]
+    return [run(**kwargs) for run in (ops.spec(OP).reference, ops.pytorch(OP), kernel)]
 
 
 def test_hand_worked_request(device):
@@ -81,7 +81,7 @@ def test_caller_buffers_are_overwritten_whole(device):
     wide = torch.full((T, 700), 77, dtype=torch.int32, device=device)
     out = (wide[:, :640], torch.full((T,), 77, dtype=torch.int32, device=device))
     with NoHostSync():
-        got = ops.launcher(OP)(**kwargs, out=out)
+        got = ops.pytorch(OP)(**kwargs, out=out)
     want = ops.spec(OP).reference(**kwargs)
     assert got[0].data_ptr() == wide.data_ptr()
     assert torch.equal(wide[:, :640], want[0])
@@ -102,7 +102,7 @@ def test_more_rows_than_one_step(device):
         "M": 5000,
         "N": 1,
     }
-    indices, lens = ops.launcher(OP)(**kwargs)
+    indices, lens = ops.pytorch(OP)(**kwargs)
     assert lens[:3].tolist() == [2, 3, 3]
     assert indices[T - 2, :4].tolist() == [0, T - 2, T - 1, -1]
     assert lens[T - 1] == 0
@@ -112,7 +112,7 @@ def test_more_rows_than_one_step(device):
 def test_topk_wider_than_the_rows_is_refused(device):
     kwargs = dict(dict(ops.spec(OP).cases(device))["ratio1"], topk=513)
     with pytest.raises(TensorContractError, match=r"topk must be 0\.\.512, .*got 513"):
-        ops.launcher(OP)(**kwargs)
+        ops.pytorch(OP)(**kwargs)
 
 
 def test_wrong_width_of_a_caller_buffer_is_refused(device):
@@ -120,7 +120,7 @@ def test_wrong_width_of_a_caller_buffer_is_refused(device):
     T = len(kwargs["topk_indices"])
     out = (torch.zeros(T, 512, dtype=torch.int32, device=device), torch.zeros(T, dtype=torch.int32, device=device))
     with pytest.raises(TensorContractError, match=r"out\[0\] must be torch.int32 of shape \[T=12, 640\]"):
-        ops.launcher(OP)(**kwargs, out=out)
+        ops.pytorch(OP)(**kwargs, out=out)
 
 
 @pytest.mark.parametrize("name", [name for name, _ in ops.spec(OP).cases("cpu")])

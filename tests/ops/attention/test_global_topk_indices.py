@@ -9,7 +9,7 @@ from deepinfer_sm80.ops.attention.global_topk_indices.kernel import global_topk_
 from deepinfer_sm80.testing.graphs import NoHostSync
 
 OP = "global_topk_indices"
-LAUNCHERS = (lambda **k: ops.launcher(OP)(**k), kernel)
+LAUNCHERS = (lambda **k: ops.pytorch(OP)(**k), kernel)
 
 
 def i32(values, device):
@@ -27,7 +27,7 @@ def test_hand_worked_rows(device):
         "is_valid_token": torch.tensor([True, True, False, True], device=device),
     }
     want = [[8, 11, -1, 1, -1, -1], [29, 28, 24, 22, 21, 20], [-1] * 6, [-1, 15, -1, 6, 7, -1]]
-    for indices, lens in (run(**kwargs) for run in (ops.spec(OP).reference, ops.launcher(OP), kernel)):
+    for indices, lens in (run(**kwargs) for run in (ops.spec(OP).reference, ops.pytorch(OP), kernel)):
         assert indices.tolist() == want
         assert lens.tolist() == [4, 6, 0, 5]  # the last valid position, not the number of valid entries
 
@@ -73,7 +73,7 @@ def test_caller_buffers(device):
     wide = torch.full((5, 520), 77, dtype=torch.int32, device=device)
     out = (wide[:, :512], torch.full((5,), 77, dtype=torch.int32, device=device))
     with NoHostSync():
-        ops.launcher(OP)(**kwargs, out=out)
+        ops.pytorch(OP)(**kwargs, out=out)
     want = ops.spec(OP).reference(**kwargs)
     assert torch.equal(wide[:, :512], want[0])
     assert torch.equal(out[1], want[1])
@@ -84,7 +84,7 @@ def test_too_few_request_ids_are_refused(device):
     kwargs = dict(dict(ops.spec(OP).cases(device))["T5-W512-page64"])
     kwargs["token_to_req_indices"] = kwargs["token_to_req_indices"][:4]
     with pytest.raises(TensorContractError, match=r"token_to_req_indices must be at least T=5 long, got 4"):
-        ops.launcher(OP)(**kwargs)
+        ops.pytorch(OP)(**kwargs)
 
 
 @pytest.mark.parametrize("name", [name for name, _ in ops.spec(OP).cases("cpu")])

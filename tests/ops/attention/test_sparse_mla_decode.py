@@ -29,7 +29,7 @@ def case(name, device):
 
 
 def both(kwargs):
-    return [ops.spec(OP).reference(**kwargs), ops.launcher(OP)(**kwargs)]
+    return [ops.spec(OP).reference(**kwargs), ops.pytorch(OP)(**kwargs)]
 
 
 def narrow_case(device):
@@ -129,7 +129,7 @@ def test_nan_record_reaches_only_the_tokens_that_list_it(part, device):
 
 def test_eighth_scale_byte_is_padding(device):
     kwargs = narrow_case(device)
-    want = ops.launcher(OP)(**kwargs)
+    want = ops.pytorch(OP)(**kwargs)
     for name in ("swa_k_cache", "extra_k_cache"):
         kwargs[name] = clone_tensor(kwargs[name])
         record_views(kwargs[name])[1][:, :, 7] = 255
@@ -152,7 +152,7 @@ def test_empty_caches(device):
     kwargs = case(FULL, device)
     kwargs["extra_k_cache"] = kwargs["extra_k_cache"][:0]
     window_only = {k: v for k, v in kwargs.items() if not k.startswith("extra")}
-    assert torch.equal(ops.launcher(OP)(**kwargs), ops.launcher(OP)(**window_only))
+    assert torch.equal(ops.pytorch(OP)(**kwargs), ops.pytorch(OP)(**window_only))
     window_only["swa_k_cache"] = window_only["swa_k_cache"][:0]
     for out in every(window_only):
         assert torch.equal(out, torch.zeros_like(out))
@@ -165,7 +165,7 @@ def test_strided_out_and_many_steps(device):
         kwargs[name] = kwargs[name][tokens]
     wide = torch.full((60, 64, 512), 7.0, dtype=torch.bfloat16, device=device)
     with NoHostSync():
-        ops.launcher(OP)(**kwargs, out=wide[:, :16])
+        ops.pytorch(OP)(**kwargs, out=wide[:, :16])
     assert (wide[:, 16:] == 7.0).all()
     for name in ("q", "swa_indices", "swa_lens", "extra_indices", "extra_lens"):
         kwargs[name] = kwargs[name][:5]
@@ -178,14 +178,14 @@ def test_half_an_extra_set_is_refused(device):
     kwargs = case(FULL, device)
     del kwargs["extra_lens"]
     with pytest.raises(TensorContractError, match=r"extra_k_cache, extra_indices, extra_lens must be given together"):
-        ops.launcher(OP)(**kwargs)
+        ops.pytorch(OP)(**kwargs)
 
 
 def test_another_record_width_is_refused(device):
     kwargs = case(FULL, device)
     kwargs["swa_k_cache"] = torch.zeros(6, 32, 528, dtype=torch.uint8, device=device)
     with pytest.raises(TensorContractError, match=r"swa_k_cache must be torch.uint8 of shape .*584\].* got .*528\]"):
-        ops.launcher(OP)(**kwargs)
+        ops.pytorch(OP)(**kwargs)
 
 
 # The Triton kernel. In the interpreter, too, it rounds to bfloat16 as a GPU does: the contract's own tolerance holds.

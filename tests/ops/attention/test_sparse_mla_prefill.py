@@ -22,7 +22,7 @@ def case(name, device):
 
 
 def both(kwargs):
-    return [ops.spec(OP).reference(**kwargs), ops.launcher(OP)(**kwargs)]
+    return [ops.spec(OP).reference(**kwargs), ops.pytorch(OP)(**kwargs)]
 
 
 def every(kwargs):
@@ -80,7 +80,7 @@ def test_tolerance_sees_one_lost_row(device):
     kwargs["indices"] = kwargs["indices"].clone()
     kwargs["indices"][0, 0] = -1 if kwargs["indices"][0, 0] >= 0 else 1
     with pytest.raises(AssertionError):
-        assert_agrees("out", ops.launcher(OP)(**kwargs), want, ops.spec(OP).tolerance)
+        assert_agrees("out", ops.pytorch(OP)(**kwargs), want, ops.spec(OP).tolerance)
 
 
 @pytest.mark.parametrize("sink", [0.5, -math.inf])
@@ -122,7 +122,7 @@ def test_strided_out_and_many_steps(device):
         kwargs[name] = kwargs[name][tokens]
     wide = torch.full((60, 20, 512), 7.0, dtype=torch.bfloat16, device=device)
     with NoHostSync():
-        ops.launcher(OP)(**kwargs, out=wide[:, :16])
+        ops.pytorch(OP)(**kwargs, out=wide[:, :16])
     assert torch.equal(wide[:5, :16], wide[55:, :16])
     assert_agrees("out", wide[:, :16], ops.spec(OP).reference(**kwargs), ops.spec(OP).tolerance)
     assert (wide[:, 16:] == 7.0).all()
@@ -139,7 +139,7 @@ def test_padded_sink_is_refused(device):
     kwargs = case("T5-H16-K640", device)
     kwargs["attn_sink"] = torch.zeros(64, device=device)
     with pytest.raises(TensorContractError, match=r"attn_sink must be contiguous torch.float32 of shape \[H=16\]"):
-        ops.launcher(OP)(**kwargs)
+        ops.pytorch(OP)(**kwargs)
 
 
 # The Triton kernel. In the interpreter, too, it rounds to bfloat16 as a GPU does: the contract's own tolerance holds.

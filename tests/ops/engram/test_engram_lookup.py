@@ -11,7 +11,7 @@ from deepinfer_sm80.errors import TensorContractError
 from deepinfer_sm80.ops.engram.engram_lookup.kernel import engram_lookup as kernel
 
 OP = "engram_lookup"
-launch = ops.launcher(OP)
+launch = ops.pytorch(OP)
 LAUNCHERS = pytest.mark.parametrize("launch", [launch, kernel])
 room = sys.modules[launch.__module__]
 

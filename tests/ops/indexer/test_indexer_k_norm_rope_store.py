@@ -13,7 +13,7 @@ from deepinfer_sm80.ops.kv_cache.layout import index_key_views
 from deepinfer_sm80.testing.cloning import clone_arguments, storage_bytes
 
 OP = "indexer_k_norm_rope_store"
-launch = ops.launcher(OP)
+launch = ops.pytorch(OP)
 room = sys.modules[launch.__module__]
 
 

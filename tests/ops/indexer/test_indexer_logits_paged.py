@@ -13,7 +13,7 @@ from deepinfer_sm80.ops.kv_cache.layout import index_key_views
 from deepinfer_sm80.testing.compare import assert_agrees
 
 OP = "indexer_logits_paged"
-launch = ops.launcher(OP)
+launch = ops.pytorch(OP)
 room = sys.modules[launch.__module__]
 
 

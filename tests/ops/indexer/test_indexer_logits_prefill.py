@@ -15,7 +15,7 @@ from deepinfer_sm80.ops.indexer.indexer_logits_prefill import tuning
 from deepinfer_sm80.testing.compare import assert_agrees
 
 OP = "indexer_logits_prefill"
-launch = ops.launcher(OP)
+launch = ops.pytorch(OP)
 room = sys.modules[launch.__module__]
 
 

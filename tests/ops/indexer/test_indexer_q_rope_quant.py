@@ -11,7 +11,7 @@ from deepinfer_sm80.ops.formats import e4m3
 from deepinfer_sm80.ops.indexer.indexer_q_rope_quant import kernel as kernel_room
 
 OP = "indexer_q_rope_quant"
-launch = ops.launcher(OP)
+launch = ops.pytorch(OP)
 room = sys.modules[launch.__module__]
 
 

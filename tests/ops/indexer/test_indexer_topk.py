@@ -11,7 +11,7 @@ from deepinfer_sm80.ops.indexer import tournament
 from deepinfer_sm80.ops.indexer.indexer_topk import kernel as kernel_room
 
 OP = "indexer_topk"
-launch = ops.launcher(OP)
+launch = ops.pytorch(OP)
 kernel = kernel_room.indexer_topk
 room = sys.modules[launch.__module__]
 

@@ -10,7 +10,7 @@ from deepinfer_sm80.errors import TensorContractError
 from deepinfer_sm80.ops.indexer.select_candidate_blocks.kernel import select_candidate_blocks as kernel
 
 OP = "select_candidate_blocks"
-launch = ops.launcher(OP)
+launch = ops.pytorch(OP)
 room = sys.modules[launch.__module__]
 
 

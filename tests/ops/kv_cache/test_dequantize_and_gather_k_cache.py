@@ -12,7 +12,7 @@ from deepinfer_sm80.testing.cloning import clone_arguments
 from deepinfer_sm80.testing.graphs import NoHostSync
 
 OP = "dequantize_and_gather_k_cache"
-IMPLEMENTATIONS = (lambda **k: ops.spec(OP).reference(**k), lambda **k: ops.launcher(OP)(**k), kernel)
+IMPLEMENTATIONS = (lambda **k: ops.spec(OP).reference(**k), lambda **k: ops.pytorch(OP)(**k), kernel)
 
 
 def one_row(codes, scale_bytes, device):
@@ -92,7 +92,7 @@ def test_more_rows_than_one_step_without_host_sync(device):
     kwargs["block_table"] = (torch.arange(513, dtype=torch.int32, device=device) % 9)[None]
     kwargs["seq_lens"] = torch.tensor([n], dtype=torch.int32, device=device)
     with NoHostSync():
-        ops.launcher(OP)(**kwargs)
+        ops.pytorch(OP)(**kwargs)
     assert torch.equal(kwargs["out"][0, 9 * 32 : n], kwargs["out"][0, : n - 9 * 32])  # the table repeats every 9 pages
     assert (kwargs["out"][0, n:] == 3.0).all()
     assert kwargs["out"][0, :n].isfinite().all()
@@ -107,21 +107,21 @@ def test_page_ids_times_stride_beyond_int32(device):
     data[200], scales[200] = 0x38, 128  # 1.0 * 2
     out = torch.zeros(1, 1, 512, dtype=torch.bfloat16, device=device)
     one = torch.ones(1, dtype=torch.int32, device=device)
-    ops.launcher(OP)(out, cache, one, None, one[:, None] * 200, 1, 0)
+    ops.pytorch(OP)(out, cache, one, None, one[:, None] * 200, 1, 0)
     assert (out[0, 0, :448] == 2.0).all()
 
 
 def test_block_size_must_be_the_page_size(device):
     kwargs = dict(ops.spec(OP).cases(device))["R1-one-token"]
     with pytest.raises(TensorContractError, match=r"block_size must be 32, the rows of a page, got 64"):
-        ops.launcher(OP)(**{**kwargs, "block_size": 64})
+        ops.pytorch(OP)(**{**kwargs, "block_size": 64})
 
 
 def test_overlapping_pages_are_refused(device):
     kwargs = dict(ops.spec(OP).cases(device))["R1-one-token"]
     cache = kwargs["k_cache"].as_strided((2, 32, 584), (18000, 584, 1))
     with pytest.raises(TensorContractError, match=r"k_cache must be pages at least .*18688 bytes apart, got .*18000"):
-        ops.launcher(OP)(**{**kwargs, "k_cache": cache})
+        ops.pytorch(OP)(**{**kwargs, "k_cache": cache})
 
 
 @pytest.mark.parametrize("name", [name for name, _ in ops.spec(OP).cases("cpu")])

@@ -15,7 +15,7 @@ from deepinfer_sm80.testing.cloning import clone_arguments, storage_bytes
 from deepinfer_sm80.testing.graphs import NoHostSync
 
 OP = "rope_quant_insert"
-IMPLEMENTATIONS = (lambda **k: ops.spec(OP).reference(**k), lambda **k: ops.launcher(OP)(**k), kernel)
+IMPLEMENTATIONS = (lambda **k: ops.spec(OP).reference(**k), lambda **k: ops.pytorch(OP)(**k), kernel)
 
 
 def case(name, device):
@@ -119,10 +119,10 @@ def test_non_finite_latents_read_back_as_what_they_are(device):
 def test_int32_slots_and_no_host_sync(device):
     kwargs = case("L40-T33-ratio2-page64", device)
     twin = clone_arguments(kwargs)
-    ops.launcher(OP)(**kwargs)
+    ops.pytorch(OP)(**kwargs)
     twin["slot_mapping"], twin["positions"] = twin["slot_mapping"].int(), twin["positions"].int()
     with NoHostSync():
-        ops.launcher(OP)(**twin)
+        ops.pytorch(OP)(**twin)
     assert torch.equal(storage_bytes(kwargs, "kv_cache"), storage_bytes(twin, "kv_cache"))
 
 
@@ -130,7 +130,7 @@ def test_more_slots_than_latents_are_refused(device):
     kwargs = case("L3-T2-ratio2-page64", device)
     kwargs["slot_mapping"] = torch.zeros(4, dtype=torch.int64, device=device)
     with pytest.raises(TensorContractError, match=r"slot_mapping must be no longer than .*\(3 rows\), got 4"):
-        ops.launcher(OP)(**kwargs)
+        ops.pytorch(OP)(**kwargs)
 
 
 @pytest.mark.parametrize("name", [name for name, _ in ops.spec(OP).cases("cpu")])

@@ -10,7 +10,7 @@ from deepinfer_sm80.ops.projection.inverse_rope_grouped.kernel import inverse_ro
 from deepinfer_sm80.testing.graphs import NoHostSync
 
 OP = "inverse_rope_grouped"
-IMPLEMENTATIONS = (lambda **k: ops.spec(OP).reference(**k), lambda **k: ops.launcher(OP)(**k), kernel)
+IMPLEMENTATIONS = (lambda **k: ops.spec(OP).reference(**k), lambda **k: ops.pytorch(OP)(**k), kernel)
 
 
 def case(name, device):
@@ -67,7 +67,7 @@ def test_out_and_many_steps(device):
     }
     out = torch.full((T, 2048, 512), float("nan"), dtype=torch.bfloat16, device=device)
     with NoHostSync():
-        got = ops.launcher(OP)(**kwargs, out=out)
+        got = ops.pytorch(OP)(**kwargs, out=out)
     assert got is out
     assert torch.equal(out[:63], out[7:])  # token 64 and later are in the second step
     kwargs |= {"o": kwargs["o"][:7], "positions": kwargs["positions"][:7]}
@@ -76,7 +76,7 @@ def test_out_and_many_steps(device):
 
 def test_groups_must_divide_the_heads(device):
     with pytest.raises(TensorContractError, match=r"num_groups must be a divisor of the 16 heads, got 3"):
-        ops.launcher(OP)(**{**case("T5-H16of16-G2", device), "num_groups": 3})
+        ops.pytorch(OP)(**{**case("T5-H16of16-G2", device), "num_groups": 3})
 
 
 @pytest.mark.parametrize("name", [name for name, _ in ops.spec(OP).cases("cpu")])

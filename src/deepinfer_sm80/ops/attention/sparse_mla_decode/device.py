@@ -99,7 +99,8 @@ def _rope(data, valid, PIPELINED: tl.constexpr):
         "extra_list_stride",
         "scale_log2",
         "splits",
-    ]
+    ],
+    do_not_specialize_on_alignment=["swa_slots_ptr", "swa_lens_ptr", "extra_slots_ptr", "extra_lens_ptr"],
 )
 def decode_kernel(
     q_ptr,

@@ -40,6 +40,8 @@ _MERGE_ARGUMENTS = {
     "out_stride": "i32",
     "splits": "i32",
 }
+_LISTS = ("swa_slots_ptr", "swa_lens_ptr", "extra_slots_ptr", "extra_lens_ptr")
+"""Slices of a batch's own tensors may begin at any element."""
 _DECODE = f"{__package__}.device:decode_kernel"
 _MERGE = f"{__package__}.device:merge_kernel"
 
@@ -63,7 +65,7 @@ def decode_variant(block_m: int, split: bool) -> Variant:
     stages, name = _STAGES[block_m], f"M{block_m}-{'split' if split else 'whole'}"
     constants = {"SPLIT": split, "PIPELINED": stages > 1, "BLOCK_M": block_m, "BLOCK_N": BLOCK_N}
     spills = _MAY_SPILL.get(name, "")
-    return Variant(_OP, name, _DECODE, _ARGUMENTS, constants, num_warps=4, num_stages=stages, may_spill=spills)
+    return Variant(_OP, name, _DECODE, _ARGUMENTS, constants, 4, stages, may_spill=spills, unaligned=_LISTS)
 
 
 MERGE = Variant(_OP, "merge", _MERGE, _MERGE_ARGUMENTS, {"MAX_SPLITS": _MAX_SPLITS}, num_warps=4, num_stages=1)

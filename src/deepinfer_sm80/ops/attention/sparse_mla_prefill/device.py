@@ -6,7 +6,10 @@ import triton.language as tl
 from deepinfer_sm80.ops.attention.device import MASKED, dot, finish, step, to_bf16
 
 
-@triton.jit(do_not_specialize=["heads", "rows", "width", "q_stride", "list_stride", "out_stride", "scale_log2"])
+@triton.jit(
+    do_not_specialize=["heads", "rows", "width", "q_stride", "list_stride", "out_stride", "scale_log2"],
+    do_not_specialize_on_alignment=["indices_ptr", "lens_ptr"],
+)
 def prefill_kernel(
     q_ptr,
     kv_ptr,

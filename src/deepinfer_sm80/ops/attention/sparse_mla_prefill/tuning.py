@@ -33,12 +33,13 @@ _ARGUMENTS = {
     "out_stride": "i32",
     "scale_log2": "fp32",
 }
+_LISTS = ("indices_ptr", "lens_ptr")
 _KERNEL = f"{__package__}.device:prefill_kernel"
 
 
 def variant(block_m: int) -> Variant:
     constants = {"BLOCK_M": block_m, "BLOCK_N": 32}
-    return Variant("sparse_mla_prefill", f"M{block_m}", _KERNEL, _ARGUMENTS, constants, num_warps=4, num_stages=2)
+    return Variant("sparse_mla_prefill", f"M{block_m}", _KERNEL, _ARGUMENTS, constants, 4, 2, unaligned=_LISTS)
 
 
 def variants() -> Iterator[Variant]:
