@@ -15,31 +15,39 @@ from pathlib import Path
 import pytest
 import torch
 
+from deepinfer_sm80.cli.ops import resource_rows
 from deepinfer_sm80.errors import TensorContractError
 from deepinfer_sm80.hardware import limits
+from deepinfer_sm80.ops.resources import Resources
 from deepinfer_sm80.ops.variants import all_variants, run
 
 ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs/resources.md"
 VARIANTS = {v.key: v for v in all_variants()}
 
 
-def compiled(triton_path):
+def compiled(triton_path, *architectures):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [triton_path, str(ROOT / "src")]))
     command = [sys.executable, "-m", "deepinfer_sm80.cli", "ops", "--resources", "--json"]
+    command += [f"--arch={architecture}" for architecture in architectures]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout)
 
 
+def folder_of(release):
+    """What to put before the installed packages so that ``triton`` is that release."""
+    if release == "3.6":
+        return ""
+    folder = ROOT / ".triton38"
+    assert folder.is_dir(), "Triton 3.8 is not in .triton38: run `make test`, which installs it there"
+    return str(folder)
+
+
 @pytest.fixture(scope="module", params=["3.6", "3.8"])
 def rows(request):
-    if request.param == "3.6":
-        found = compiled("")
-    else:
-        folder = ROOT / ".triton38"
-        assert folder.is_dir(), "Triton 3.8 is not in .triton38: run `make test`, which installs it there"
-        found = compiled(str(folder))
+    found = compiled(folder_of(request.param), "8.0", "8.6")
     assert {row["triton"].rpartition(".")[0] for row in found} == {request.param}
     return found
 
@@ -48,6 +56,25 @@ def test_every_variant_is_compiled_for_both_architectures(rows):
     assert {(f"{r['op']}/{r['variant']}", r["arch"]) for r in rows} == {
         (key, arch) for key in VARIANTS for arch in ("sm_80", "sm_86")
     }
+
+
+def test_the_page_shows_what_was_compiled(rows):
+    """docs/resources.md, which `make docs` writes with both Tritons."""
+    page = PAGE.read_text()
+    assert [row for row in resource_rows([Resources(**r) for r in rows]) if row not in page] == []
+    assert page.count("\n| `") == 2 * 4 * len(VARIANTS), "rows of variants that are gone"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("release", ["3.6", "3.8"])
+def test_newer_members_of_the_family_run_the_same_code(release):
+    """8.7 and 8.9: about a minute for each Triton on two cores."""
+    found = compiled(folder_of(release), "8.7", "8.9")
+    assert {r["arch"] for r in found} == {"sm_87", "sm_89"}
+    test_shared_memory_fits(found)
+    test_nothing_spills_without_a_measured_reason(found)
+    test_no_instruction_or_type_of_newer_gpus(found)
+    assert [row for row in resource_rows([Resources(**r) for r in found]) if row not in PAGE.read_text()] == []
 
 
 def test_shared_memory_fits(rows):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from deepinfer_sm80 import ops
 from deepinfer_sm80.errors import MissingTorchError
+from deepinfer_sm80.hardware import LIMITS
 from deepinfer_sm80.ops import resources
 from deepinfer_sm80.ops.variants import all_variants
 
@@ -36,7 +37,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--resources",
         action="store_true",
-        help="compile every kernel for sm_80 and sm_86 and print what it needs (needs triton, no GPU)",
+        help="compile every kernel for compute capability 8.x and print what it needs (needs triton, no GPU)",
+    )
+    parser.add_argument(
+        "--arch",
+        action="append",
+        choices=[f"{major}.{minor}" for major, minor in LIMITS],
+        help="with --resources: only this compute capability; may be repeated (default: all of them)",
     )
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="compilations at once")
 
@@ -44,7 +51,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     """Print the list, the page or the JSON. Raises MissingTorchError where a contract needs torch and has none."""
     if args.resources:
-        found = resources.compile_all(all_variants(), workers=args.workers)
+        wanted = [arch for arch in LIMITS if not args.arch or f"{arch[0]}.{arch[1]}" in args.arch]
+        found = resources.compile_all(all_variants(), wanted, args.workers)
         print(json.dumps([asdict(r) for r in found], indent=1) if args.json else resource_page(found))
     elif args.markdown:
         print(page(), end="")
@@ -59,12 +67,17 @@ def run(args: argparse.Namespace) -> int:
 
 def resource_page(found: list[resources.Resources]) -> str:
     """A markdown table of compiled kernels; sizes in bytes, registers per thread."""
-    rows = ["| operator | variant | arch | Triton | shared | registers | spills | stack | CTAs per SM |"]
-    rows.append("|---|---|---|---|---:|---:|---:|---:|---:|")
+    head = "| operator | variant | arch | Triton | shared | registers | spills | stack | CTAs per SM |"
+    return "\n".join([head, "|---|---|---|---|---:|---:|---:|---:|---:|", *resource_rows(found)])
+
+
+def resource_rows(found: list[resources.Resources]) -> list[str]:
+    """The rows of ``resource_page``."""
+    rows = []
     for r in found:
         sizes = (r.shared_bytes, r.registers, r.spill_bytes, r.stack_bytes, r.ctas_per_sm)
         rows.append(f"| `{r.op}` | {r.variant} | {r.arch} | {r.triton} | " + " | ".join(map(str, sizes)) + " |")
-    return "\n".join(rows)
+    return rows
 
 
 def summary(op: str) -> str:

@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deepinfer_sm80.hardware import limits
+from deepinfer_sm80.hardware import LIMITS, limits
 from deepinfer_sm80.ops.variants import ALIGNMENT, Variant
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-ARCHITECTURES = ((8, 0), (8, 6))
 _FOREIGN_PTX = re.compile(r"e4m3|e5m2|wgmma|tcgen05|mbarrier|cp\.async\.bulk|griddepcontrol|setmaxnreg|stmatrix")
 _PTXAS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _REGISTERS = re.compile(r"Used (\d+) registers")
@@ -80,7 +79,7 @@ def compile_variant(variant: Variant, capability: tuple[int, int]) -> Resources:
 
 
 def compile_all(
-    variants: Iterable[Variant], architectures: Iterable[tuple[int, int]] = ARCHITECTURES, workers: int = 2
+    variants: Iterable[Variant], architectures: Iterable[tuple[int, int]] = tuple(LIMITS), workers: int = 2
 ) -> list[Resources]:
     """``compile_variant`` for every pair, in parallel, in the order given."""
     pairs = [(variant, arch) for variant in variants for arch in architectures]

@@ -42,7 +42,7 @@ def compare_with_reference(op: str, kwargs: Mapping[str, Any]) -> Agreement:
     """
     spec, on_cuda = ops.spec(op), any(isinstance(v, torch.Tensor) and v.is_cuda for v in kwargs.values())
     for_launcher, for_reference = clone_arguments(kwargs), clone_arguments(kwargs)
-    launch = ops.launcher(op)
+    launch = ops.launcher(op) if on_cuda else ops.pytorch(op)
     start = time.perf_counter()
     got = as_tuple(launch(**for_launcher))
     if on_cuda:

@@ -62,8 +62,8 @@ def test_best_columns_are_always_among_the_candidates(device):
     logits = torch.randn(2, 3000, generator=torch.Generator().manual_seed(5)).to(device)
     length = lens(device, 3000, 2999)
     blocks = launch(logits, length, 65, 8)
-    free = ops.indexer_topk(logits, length, 64)
-    assert torch.equal(ops.indexer_topk(logits, length, 64, blocks, 8), free)
+    free = ops.pytorch("indexer_topk")(logits, length, 64)
+    assert torch.equal(ops.pytorch("indexer_topk")(logits, length, 64, blocks, 8), free)
 
 
 def test_writes_into_a_strided_view_and_nothing_else(device):

@@ -18,7 +18,7 @@ CASES = dict(ops.spec("stable_expert_order").cases("cpu"))
 @pytest.mark.parametrize("case", CASES)
 def test_any_shuffle_inside_experts_gives_the_same_order(case):
     kwargs = dict(CASES[case])
-    expected = ops.stable_expert_order(**kwargs)
+    expected = ops.pytorch("stable_expert_order")(**kwargs)
     used, block = int(kwargs["num_tokens_post_padded"]), kwargs["block_size"]
     ids, start = kwargs["sorted_token_ids"].clone(), 0
     experts = kwargs["expert_ids"].tolist()
@@ -29,12 +29,12 @@ def test_any_shuffle_inside_experts_gives_the_same_order(case):
         ids[start:end] = ids[start:end][torch.randperm(end - start)]
         start = end
     kwargs["sorted_token_ids"] = ids
-    assert torch.equal(ops.stable_expert_order(**kwargs)[:used], expected[:used])
+    assert torch.equal(ops.pytorch("stable_expert_order")(**kwargs)[:used], expected[:used])
 
 
 def test_every_route_stays_with_its_expert():
     kwargs = CASES["T200-K2-E8-block64"]
-    before, after = kwargs["sorted_token_ids"], ops.stable_expert_order(**kwargs)
+    before, after = kwargs["sorted_token_ids"], ops.pytorch("stable_expert_order")(**kwargs)
     for block, expert in enumerate(kwargs["expert_ids"].tolist()):
         if block * 64 < int(kwargs["num_tokens_post_padded"]):
             owners = (kwargs["expert_ids"] == expert).repeat_interleave(64)[: before.numel()]
@@ -43,14 +43,14 @@ def test_every_route_stays_with_its_expert():
 
 def test_it_can_be_captured(forbid_host_sync):
     with forbid_host_sync():
-        ops.stable_expert_order(**CASES["T65-K6-E384-block8-local48"])
+        ops.pytorch("stable_expert_order")(**CASES["T65-K6-E384-block8-local48"])
 
 
 def test_too_few_blocks_are_named():
     kwargs = dict(CASES["T3-K2-E8-block16"])
     kwargs["expert_ids"] = kwargs["expert_ids"][:1].contiguous()
     with pytest.raises(TensorContractError, match="expert_ids must be at least"):
-        ops.stable_expert_order(**kwargs)
+        ops.pytorch("stable_expert_order")(**kwargs)
 
 
 @pytest.mark.parametrize(
