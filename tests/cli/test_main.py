@@ -105,10 +105,11 @@ def test_ops_json(capsys):
 
 def test_env_shows_values_in_force(monkeypatch, capsys):
     monkeypatch.setenv("DEEPINFER_FORCE", "1")
+    monkeypatch.setenv("DEEPINFER_PYTORCH_OPERATORS", "indexer_topk")
     monkeypatch.delenv("DEEPINFER_DISABLE", raising=False)
     assert cli.main(["env"]) == 0
     values = {line.split()[0]: line.split()[1] for line in capsys.readouterr().out.splitlines()}
-    assert values == {"DEEPINFER_DISABLE": "0", "DEEPINFER_FORCE": "1"}
+    assert values == {"DEEPINFER_DISABLE": "0", "DEEPINFER_FORCE": "1", "DEEPINFER_PYTORCH_OPERATORS": "indexer_topk"}
     monkeypatch.setenv("DEEPINFER_FORCE", "on")
     assert cli.main(["env"]) == 2
     assert "DEEPINFER_FORCE must be 0 or 1, got 'on'" in capsys.readouterr().err

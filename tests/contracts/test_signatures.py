@@ -94,7 +94,7 @@ def test_the_gpu_runs_kernels_and_a_named_operator_stays_pytorch(monkeypatch):
     chosen = {op: ops.launcher.__wrapped__(op) for op in ops.OPS}
     assert chosen["indexer_topk"] is ops.pytorch("indexer_topk")
     assert chosen["sparse_mla_decode"] is ops.kernel("sparse_mla_decode")
-    assert {op for op in ops.OPS if ops.kernel(op) is None} == {"mhc_post", "grouped_output_projection"}
+    assert {op for op in ops.OPS if ops.kernel(op) is None} == {"grouped_output_projection"}
     monkeypatch.setenv("DEEPINFER_PYTORCH_OPERATORS", "all")
     assert all(ops.launcher.__wrapped__(op) is ops.pytorch(op) for op in ops.OPS)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

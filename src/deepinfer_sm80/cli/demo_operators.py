@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from deepinfer_sm80 import ops
 from deepinfer_sm80.model.checkpoint import Reader
 from deepinfer_sm80.model.config import ModelConfig
 from deepinfer_sm80.model.requirements import require
@@ -124,7 +125,7 @@ def _residual_streams(layer: _Layer) -> Iterator[Step]:
     comb = torch.softmax((mixed[:, 2 * n :] * scale[2] + base[2 * n :]).unflatten(1, (n, n)), -1)
     arguments = {"x": layer.x, "residual": streams, "post_mix": post, "comb": comb}
     arguments = {name: value[:INTERPRETED] for name, value in arguments.items()}
-    yield f"T{INTERPRETED}-H{config.hidden_size}", compare_with_reference("mhc_post", arguments)
+    yield f"T{INTERPRETED}-H{config.hidden_size}", compare_with_reference("mhc_post", arguments, ops.kernel("mhc_post"))
 
 
 def _write_caches(layer: _Layer) -> Iterator[Step]:

@@ -50,7 +50,7 @@ def spec(op: str) -> OpSpec:
 
 
 def pytorch(op: str) -> Callable[..., Any]:
-    """Return ``op`` in vectorised PyTorch (``mhc_post``: Triton); same signature as its reference, any device."""
+    """Return ``op`` in vectorised PyTorch; same signature as its reference, any device."""
     fn: Callable[..., Any] = getattr(import_module(f"{_room(op)}.launch"), op)
     return fn
 

@@ -13,7 +13,7 @@ from deepinfer_sm80.testing.cloning import clone_arguments
 from deepinfer_sm80.testing.compare import assert_agrees
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from deepinfer_sm80.ops.contract import OpSpec
 
@@ -35,14 +35,16 @@ class Agreement:
     arguments: dict[str, Any]
 
 
-def compare_with_reference(op: str, kwargs: Mapping[str, Any]) -> Agreement:
-    """Run launcher and reference of ``op`` on copies of ``kwargs`` and compare every result and mutated argument.
+def compare_with_reference(op: str, kwargs: Mapping[str, Any], run: Callable[..., Any] | None = None) -> Agreement:
+    """Run ``op`` and its reference on copies of ``kwargs`` and compare every result and mutated argument.
+
+    ``run``: the form to compare; by default what would run on the device of ``kwargs``.
 
     Raises nothing for a disagreement: it is in the result. Errors of the operator itself pass through.
     """
     spec, on_cuda = ops.spec(op), any(isinstance(v, torch.Tensor) and v.is_cuda for v in kwargs.values())
     for_launcher, for_reference = clone_arguments(kwargs), clone_arguments(kwargs)
-    launch = ops.launcher(op) if on_cuda else ops.pytorch(op)
+    launch = run or (ops.launcher(op) if on_cuda else ops.pytorch(op))
     start = time.perf_counter()
     got = as_tuple(launch(**for_launcher))
     if on_cuda:

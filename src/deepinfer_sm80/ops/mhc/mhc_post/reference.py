@@ -25,7 +25,7 @@ def mhc_post(x: torch.Tensor, residual: torch.Tensor, post_mix: torch.Tensor, co
 
 
 def cases(device: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    for tokens, hidden in ((0, 128), (1, 128), (3, 200), (5, 1280)):
+    for tokens, hidden in ((0, 128), (1, 128), (3, 200), (5, 1280), (2, 5120)):
         g = torch.Generator(device).manual_seed(tokens * 8191 + hidden)
 
         def randn(*shape: int, dtype: torch.dtype = torch.float32, g: torch.Generator = g) -> torch.Tensor:
