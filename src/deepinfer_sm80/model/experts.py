@@ -34,7 +34,7 @@ class Expert:
         x = self.rounded(x)
         gate, up = linear.project(x, self.w1).float(), linear.project(x, self.w3).float()
         gate = gate.clamp(max=self.limit)
-        return self.rounded((gate * torch.sigmoid(gate) * up.clamp(-self.limit, self.limit)).bfloat16())
+        return self.rounded((gate * linear.sigmoid(gate) * up.clamp(-self.limit, self.limit)).bfloat16())
 
 
 class Experts:
@@ -68,7 +68,7 @@ class Experts:
 
     def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """x bfloat16 [T, H] -> expert ids int64 [T, k] and their shares float32 [T, k]."""
-        score = softplus(linear.product(x, self.gate)).sqrt()
+        score = softplus(linear.product(x, self.gate).double()).sqrt().float()  # float64: see linear.sigmoid
         ids = (score + self.bias).sort(dim=-1, descending=True, stable=True).indices[:, : self.chosen]
         share = score.gather(1, ids)
         total = share.sum(-1, keepdim=True)
