@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from deepinfer_sm80.model import linear
+
 if TYPE_CHECKING:
     from deepinfer_sm80.model.config import ModelConfig
     from deepinfer_sm80.model.linear import Weights
@@ -45,8 +47,8 @@ class Mixer:
         pre, post, comb = m.split((S, S, S * S), dim=-1)
         b_pre, b_post, b_comb = self.base.split((S, S, S * S))
         return Coefficients(
-            torch.sigmoid(pre * self.scale[0] + b_pre) + self.hc_eps,
-            2 * torch.sigmoid(post * self.scale[1] + b_post),
+            linear.sigmoid(pre * self.scale[0] + b_pre) + self.hc_eps,
+            2 * linear.sigmoid(post * self.scale[1] + b_post),
             self._sinkhorn((comb * self.scale[2] + b_comb).view(-1, S, S)),
         )
 
@@ -63,7 +65,7 @@ class Mixer:
 
 def mix_product(x: torch.Tensor, fn: torch.Tensor) -> torch.Tensor:
     """float32 [T, S * H] and [24, S * H] -> float32 [T, 24]. vLLM rounds the operands to TF32 where DeepGEMM runs."""
-    return x @ fn.T
+    return linear.matmul(x, fn)
 
 
 def first_pre(tokens: int, streams: int, device: torch.device) -> torch.Tensor:
