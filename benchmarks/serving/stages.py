@@ -364,7 +364,7 @@ def mixed(model: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
 
 
 def times(model: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
-    engine = Engine(model)
+    engine = Engine(model, compilation_config={"cudagraph_capture_sizes": list(timing.BATCHES)})
     return engine.result(**timing.times(engine))
 
 
