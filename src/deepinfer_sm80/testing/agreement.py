@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from deepinfer_sm80 import ops
-from deepinfer_sm80.testing.cloning import clone_arguments
+from deepinfer_sm80.testing.cloning import clone_arguments, storage_bytes
 from deepinfer_sm80.testing.compare import assert_agrees
 
 if TYPE_CHECKING:
@@ -35,15 +35,21 @@ class Agreement:
     arguments: dict[str, Any]
 
 
-def compare_with_reference(op: str, kwargs: Mapping[str, Any], run: Callable[..., Any] | None = None) -> Agreement:
+def compare_with_reference(
+    op: str,
+    kwargs: Mapping[str, Any],
+    run: Callable[..., Any] | None = None,
+    written: dict[str, Any] | None = None,
+) -> Agreement:
     """Run ``op`` and its reference on copies of ``kwargs`` and compare every result and mutated argument.
 
-    ``run``: the form to compare; by default what would run on the device of ``kwargs``.
+    ``run``: the form to compare; by default what would run on the device of ``kwargs``. ``written``: the arguments that
+    hold what it wrote in place, where ``run`` has done its work before.
 
     Raises nothing for a disagreement: it is in the result. Errors of the operator itself pass through.
     """
     spec, on_cuda = ops.spec(op), any(isinstance(v, torch.Tensor) and v.is_cuda for v in kwargs.values())
-    for_launcher, for_reference = clone_arguments(kwargs), clone_arguments(kwargs)
+    for_launcher, for_reference = clone_arguments(kwargs) if written is None else written, clone_arguments(kwargs)
     launch = run or (ops.launcher(op) if on_cuda else ops.pytorch(op))
     start = time.perf_counter()
     got = as_tuple(launch(**for_launcher))
@@ -55,6 +61,27 @@ def compare_with_reference(op: str, kwargs: Mapping[str, Any], run: Callable[...
     named += [(name, for_launcher[name], for_reference[name]) for name in spec.mutates]
     agrees, detail = _judge(op, spec, named, on_cuda)
     return Agreement(op, agrees, detail, seconds, got, for_launcher)
+
+
+def stray_bytes(op: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """Tensors of ``before`` that ``op`` changed where it may not: inputs, and bytes outside an exact mutated view.
+
+    The whole storage is compared, so bytes between the rows of a strided view are guard bands.
+    """
+    spec, wrong = ops.spec(op), []
+    exact = any(name in spec.mutates and spec.tolerance_of(name).ulps == 0 for name in before)
+    reference = clone_arguments(before)
+    if exact:
+        spec.reference(**reference)
+    for name, value in before.items():
+        if not isinstance(value, torch.Tensor):
+            continue
+        mutated = name in spec.mutates
+        if mutated and spec.tolerance_of(name).ulps:
+            continue
+        if not torch.equal(storage_bytes(after, name), storage_bytes(reference if mutated else before, name)):
+            wrong.append(name)
+    return wrong
 
 
 def as_tuple(value: Any) -> tuple[torch.Tensor, ...]:
