@@ -103,6 +103,12 @@ def test_ops_json(capsys):
     assert (insert["returns"], insert["writes"], insert["tolerance"]) == ([], ["kv_cache"], {"kv_cache": "exact"})
 
 
+def test_resources_without_triton(monkeypatch, capsys):
+    monkeypatch.setattr("deepinfer_sm80.cli.ops.find_spec", lambda name: None)
+    assert cli.main(["ops", "--resources", "--json"]) == 2
+    assert "ops --resources needs triton, which is not installed" in capsys.readouterr().err
+
+
 def test_env_shows_values_in_force(monkeypatch, capsys):
     monkeypatch.setenv("DEEPINFER_FORCE", "1")
     monkeypatch.setenv("DEEPINFER_PYTORCH_OPERATORS", "indexer_topk")

@@ -68,7 +68,7 @@ def test_too_little_memory_says_what_is_possible(capsys):
     ("args", "sentence"),
     [
         ((), "--gpus must be"),
-        (("--gpus", "6xTPU"), "Known cards"),
+        (("--gpus", "6xTPU"), "--gpus must be a number and a known card, got '6xTPU'. Known cards"),
         (("--gpus", "6xA100-64GB", "--tp", "3"), "--tp must be one of 1, 2 with 6 GPUs, got 3"),
         (("--gpus", "16xA100-64GB", "--tp", "16"), "--tp must be one of 1, 2, 4, 8 with 16 GPUs, got 16"),
         (("--gpus", "8xA100-80GB", "--context", "2M"), "--context must be 1 to 1,048,576 tokens"),

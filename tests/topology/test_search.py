@@ -227,6 +227,8 @@ def test_smallest_sets_are_the_smallest():
         ("8xA100", (8, "A100", 80)),
         ("16x24GB", (16, "RTX3090", 24)),
         ("4xRTX-3090-24GB", (4, "RTX3090", 24)),
+        ("4xRTX-3090", (4, "RTX3090", 24)),
+        ("8xRTXA6000", (8, "A6000", 48)),
     ],
 )
 def test_gpu_strings(text, found):

@@ -6,6 +6,7 @@ import ast
 import json
 import os
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +53,8 @@ def run(args: argparse.Namespace) -> int:
     """Print the list, the page or the JSON. Raises MissingTorchError where a contract needs torch and has none."""
     if args.resources:
         wanted = [arch for arch in LIMITS if not args.arch or f"{arch[0]}.{arch[1]}" in args.arch]
+        if find_spec("triton") is None:
+            raise MissingTorchError(what="ops --resources", package="triton")
         found = resources.compile_all(all_variants(), wanted, args.workers)
         print(json.dumps([asdict(r) for r in found], indent=1) if args.json else resource_page(found))
     elif args.markdown:

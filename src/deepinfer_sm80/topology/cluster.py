@@ -107,16 +107,11 @@ def _gpus(text: str) -> tuple[int, Gpu]:
         return count, _unknown(card, text)
     name, _, memory = card.rpartition("-")
     memory = memory.lower().removesuffix("b").removesuffix("g")
-    if not memory.isdigit():
+    if not memory.isdigit() or len(memory) > 3:  # RTX-3090 has no memory in its name
         name, memory = card, ""
-    plain = re.sub(r"[-_ ]", "", name).lower()
-    fits = [
-        gpu
-        for gpu in KNOWN
-        if (not plain or gpu.name.lower() == plain.replace("geforce", "")) and memory in ("", str(gpu.memory))
-    ]
+    fits = [gpu for gpu in KNOWN if (not name or _plain(gpu.name) == _plain(name)) and memory in ("", str(gpu.memory))]
     if not fits:
-        raise _bad(text)
+        raise _bad(text, allowed="a number and a known card")
     if not name and memory == "24":
         fits = [gpu for gpu in fits if gpu.name == "RTX3090"]
     return count, fits[-1] if not memory else fits[0]
@@ -132,12 +127,16 @@ def _unknown(card: str, text: str) -> Gpu:
     return Gpu(found[1], memory, round(0.985 * memory, 1), float(found[3]), float(found[4]))
 
 
-def _bad(text: str) -> PlanError:
+def _plain(name: str) -> str:
+    return re.sub(r"[-_ ]|geforce|nvidia|rtx", "", name.lower())
+
+
+def _bad(text: str, allowed: str = "a number and a card, such as 8xA100-80GB") -> PlanError:
     known = ", ".join(f"{gpu.name}-{gpu.memory}GB" for gpu in KNOWN)
     return PlanError(
         option="--gpus",
-        allowed="a number and a card, such as 6xA100-64GB",
+        allowed=allowed,
         found=repr(text),
-        remedy=f"Known cards: {known}. Any other by memory, bandwidth and dense bf16 TFLOP/s: "
-        "8xMyCard:48GB:900GB/s:150TFLOPS.",
+        remedy=f"Known cards, those this package serves: {known}. Any other Ampere card by memory, bandwidth and "
+        "dense bf16 TFLOP/s: 8xMyCard:48GB:900GB/s:150TFLOPS.",
     )
