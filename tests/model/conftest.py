@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import pydoc_data.topics
+import types
 
 import pytest
 import torch
@@ -9,9 +11,13 @@ from tokenizers import Tokenizer
 
 from deepinfer_sm80.model.checkpoint import Reader, write_checkpoint
 from deepinfer_sm80.model.config import preset
+from deepinfer_sm80.model.draft import Draft
 from deepinfer_sm80.model.engram_hash import compress_vocabulary, table_rows
 from deepinfer_sm80.model.forward import TextModel
+from deepinfer_sm80.model.schema import expected_tensors
 from deepinfer_sm80.model.switches import Switches
+from deepinfer_sm80.model.tokenizer_files import tokenizer_files
+from deepinfer_sm80.model.weights import random_tensors
 
 
 def micro_config():
@@ -93,3 +99,48 @@ def whole(micro_model, prompt):
         out = micro_model().step(prompt, state)
     torch.set_num_threads(threads)
     return out, state
+
+
+class InMemory:
+    """A source with every tensor of ``config``."""
+
+    def __init__(self, config, seed):
+        self.headers = expected_tensors(config)
+        self.tensors = dict(random_tensors(config, self.headers, seed))
+
+    def load(self, name):
+        return self.tensors[name]
+
+
+@pytest.fixture(scope="session")
+def speculative():
+    """A narrow target with three draft layers, as released, whose experts are not of the target's number; and token
+    ids of English text: about five seconds."""
+    config = dataclasses.replace(
+        micro_config(),
+        num_hidden_layers=5,
+        compress_ratios=(0, 2, 1, 1, 1, 0, 0, 0),
+        num_nextn_predict_layers=3,
+        dspark_target_layer_ids=(2, 3, 4),
+        dspark_n_routed_experts=4,
+        dspark_num_experts_per_tok=2,
+        index_topk=32,
+        candidate_topk_blocks=10,
+        max_position_embeddings=1000,
+    )
+    return with_draft(config, seed=4)
+
+
+@pytest.fixture(scope="module")
+def tiny_speculative():
+    """The same of the preset ``tiny``: about 2.5 GB and a minute."""
+    return with_draft(preset("tiny"), seed=0)
+
+
+def with_draft(config, seed):
+    source = InMemory(config, seed)
+    tokenizer = Tokenizer.from_str(tokenizer_files(config)["tokenizer.json"])
+    target = TextModel(config, source, compress_vocabulary(tokenizer)[0])
+    topics = pydoc_data.topics.topics
+    text = tokenizer.encode("\n\n".join(topics[name] for name in sorted(topics))[:8000]).ids
+    return types.SimpleNamespace(config=config, source=source, target=target, draft=Draft(target, source), text=text)

@@ -69,8 +69,7 @@ class Attention:
 
     def write(self, x: torch.Tensor, step: Step) -> None:
         """x bfloat16 [T, H] of the rows of ``step`` -> window rows, and at a KV source compressed rows and keys."""
-        kv = linear.rms_norm(linear.project(self.rounded(x), self.wkv), self.kv_norm, self.eps)
-        rows = as_recorded(kv, self.cos_sin[step.positions], self.profile.window)
+        rows = self.key_rows(x, self.cos_sin[step.positions])
         step.state.write_window(self.layer, step.positions, rows)
         if self.compressor is None or self.key_maker is None:
             return
@@ -84,12 +83,21 @@ class Attention:
     def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """x bfloat16 [T, H] of the rows of ``step``, which are written -> bfloat16 [T, H]."""
         turn = self.cos_sin[step.positions]
-        qr = linear.rms_norm(linear.project(self.rounded(x), self.wq_a), self.q_norm, self.eps)
-        q = linear.project(self.rounded(qr), self.wq_b).view(len(x), -1, self.config.head_dim)
+        qr, q = self.queries(x, turn)
         if self.indexer is not None:
             self._choose(self.indexer, qr, x, step)
-        out = self._attend(rope.rotate(q, turn), step)
-        return self._output(rope.rotate(out, turn, inverse=True))
+        return self.output(self._attend(q, step), turn)
+
+    def key_rows(self, x: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
+        """x bfloat16 [T, H], turn float32 [T, 64] of their positions -> window rows bfloat16 [T, 512], as recorded."""
+        kv = linear.rms_norm(linear.project(self.rounded(x), self.wkv), self.kv_norm, self.eps)
+        return as_recorded(kv, turn, self.profile.window)
+
+    def queries(self, x: torch.Tensor, turn: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """x bfloat16 [T, H], turn float32 [T, 64] -> qr bfloat16 [T, q_lora_rank], q bfloat16 [T, heads, 512]."""
+        qr = linear.rms_norm(linear.project(self.rounded(x), self.wq_a), self.q_norm, self.eps)
+        q = linear.project(self.rounded(qr), self.wq_b).view(len(x), -1, self.config.head_dim)
+        return qr, rope.rotate(q, turn)
 
     def _choose(self, indexer: Indexer, qr: torch.Tensor, x: torch.Tensor, step: Step) -> None:
         lengths, source = (step.positions + 1) // self.ratio, self.config.candidate_source_layer_id
@@ -120,8 +128,9 @@ class Attention:
             parts.append(attend(q[i : i + _QUERIES_AT_ONCE], rows, seen, self.sink))
         return torch.cat(parts)
 
-    def _output(self, out: torch.Tensor) -> torch.Tensor:
-        groups = out.view(len(out), len(self.wo_a), -1)
+    def output(self, out: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
+        """out bfloat16 [T, heads, 512], turn float32 [T, 64] -> bfloat16 [T, H]."""
+        groups = rope.rotate(out, turn, inverse=True).view(len(out), len(self.wo_a), -1)
         z = [linear.project(groups[:, g], weight) for g, weight in enumerate(self.wo_a)]
         return linear.project(self.rounded(torch.cat(z, dim=-1)), self.wo_b)
 

@@ -80,17 +80,19 @@ class Layer:
         """
         if self.engram is not None:
             X = self.engram(X, step.state.history)
-        mix, x = self._enter(0, X, pre)
+        mix, x = self.enter(0, X, pre)
         self.attention.write(x, step)
         if keep is not None:
             X, x, mix = X[-keep:], x[-keep:], streams.Coefficients(*(part[-keep:] for part in mix))
             step.positions = step.positions[-keep:]
         y = self.attention(x, step) if self.switches.has("attention") else torch.zeros_like(x)
         X, pre = streams.write_back(X, y, mix), mix.pre
-        mix, x = self._enter(1, X, pre)
+        mix, x = self.enter(1, X, pre)
         return streams.write_back(X, self.experts(x), mix), mix.pre
 
-    def _enter(self, side: int, X: torch.Tensor, pre: torch.Tensor) -> tuple[streams.Coefficients, torch.Tensor]:
+    def enter(self, side: int, X: torch.Tensor, pre: torch.Tensor) -> tuple[streams.Coefficients, torch.Tensor]:
+        """Streams bfloat16 [T, S, H] and carried pre-mix float32 [T, S] -> coefficients of the sublayer ``side`` (0:
+        attention, 1: experts) and its input bfloat16 [T, H], normed."""
         mix = self.mixers[side](X)
         x = streams.collapse(X, pre if self.switches.has("delayed_premix") else mix.pre)
         return mix, linear.rms_norm(x, self.norms[side], self.eps)
