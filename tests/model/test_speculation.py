@@ -1,8 +1,6 @@
 """Speculation gives the target's own greedy tokens, whatever the draft proposes, and forgets what was rejected.
 
-A row's bits must not depend on the rows that share its step, or the order of summation decides a tie between two
-bfloat16 logits now and then. ``linear.product`` keeps to that everywhere, PyTorch's bfloat16 product on some CPUs only:
-these tests use the former throughout, and log-probabilities agree bit for bit.
+Models run with one thread: how two of them split a tensor may change an exponential by an ulp.
 """
 
 import copy
@@ -14,9 +12,8 @@ import pytest
 import torch
 
 from deepinfer_sm80.errors import UnsupportedOptionError
-from deepinfer_sm80.model import linear
 from deepinfer_sm80.model.draft import Proposal
-from deepinfer_sm80.model.rejection import best_token
+from deepinfer_sm80.model.generate import generate
 from deepinfer_sm80.model.speculation import generate_speculative
 
 N = 12
@@ -27,6 +24,10 @@ class Tokens:
 
     def __init__(self):
         self.tokens, self.cuts = [], []
+
+    @property
+    def length(self):
+        return len(self.tokens)
 
     def truncate(self, n):
         assert n <= len(self.tokens)
@@ -45,7 +46,7 @@ class Script:
         self.states.append(Tokens())
         return self.states[-1]
 
-    def step(self, tokens, state):
+    def step(self, tokens, state, mode=None):
         pairs = zip([(state.tokens or [0])[-1], *tokens], tokens, strict=False)
         state.tokens += list(tokens)
         assert len(state.tokens) <= self.config.max_position_embeddings
@@ -86,23 +87,12 @@ DRAFTS = {
 }
 
 
-def plain(target, prompt, n):
-    """Greedy generation one token at a time."""
-    state, given, tokens, logprobs = target.new_state(), list(prompt), [], []
-    for _ in range(n):
-        logits = target.logits(target.step(given, state).hidden[-1:])[0]
-        tokens.append(int(best_token(logits)))
-        logprobs.append(logits.float().log_softmax(-1)[tokens[-1]])
-        given = tokens[-1:]
-    return tokens, torch.stack(logprobs)
-
-
 @pytest.mark.parametrize("K", range(1, 8))
 @pytest.mark.parametrize("kind", DRAFTS)
 def test_whatever_is_drafted_the_tokens_are_the_targets(K, kind):
     prompt, n, target = [3, 1, 4], 40, Script()
-    want, logprobs = plain(target, prompt, n)
-    oracle = Oracle(prompt + plain(target, prompt, n + 10)[0], DRAFTS[kind])
+    want, logprobs = generate(target, prompt, n)
+    oracle = Oracle(prompt + generate(target, prompt, n + 10)[0], DRAFTS[kind])
     got = generate_speculative(target, oracle, prompt, n, K)
     assert got.tokens == want
     assert torch.equal(got.logprobs, logprobs)
@@ -118,7 +108,7 @@ def test_whatever_is_drafted_the_tokens_are_the_targets(K, kind):
 @pytest.mark.parametrize("kind", DRAFTS)
 def test_rejected_positions_are_forgotten_by_target_and_draft(kind):
     prompt, n, target = [3, 1, 4], 40, Script()
-    text = prompt + plain(target, prompt, n + 10)[0]
+    text = prompt + generate(target, prompt, n + 10)[0]
     oracle = Oracle(text, DRAFTS[kind])
     got = generate_speculative(target, oracle, prompt, n, 5)
     state, positions = target.states[-1], len(prompt)
@@ -132,9 +122,9 @@ def test_rejected_positions_are_forgotten_by_target_and_draft(kind):
 
 def test_near_the_last_position_less_is_drafted():
     prompt, target = [3, 1, 4], Script(positions=16)
-    oracle = Oracle(prompt + plain(Script(), prompt, 30)[0], DRAFTS["wrong"])
+    oracle = Oracle(prompt + generate(Script(), prompt, 30)[0], DRAFTS["wrong"])
     got = generate_speculative(target, oracle, prompt, 13, 5)
-    assert got.tokens == plain(Script(), prompt, 13)[0]
+    assert got.tokens == generate(Script(), prompt, 13)[0]
     assert [len(r.drafts) for r in got.rounds] == [5] * 8 + [4, 3, 2, 1]
 
 
@@ -155,18 +145,11 @@ def test_calls_that_cannot_be_answered(change, sentence):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def rows_stay_apart():
-    wide = {}
-
-    def project(x, weight):
-        place = weight.data_ptr(), weight.shape
-        if place not in wide:
-            wide[place] = weight.float()
-        return linear.matmul(x.float(), wide[place]).bfloat16()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(linear, "project", project)
-        yield
+def one_thread_for_all():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +164,7 @@ def greedy(speculative, target):
 
     def answer(first, last):
         if (first, last) not in known:
-            known[first, last] = plain(target, speculative.text[first:last], N)
+            known[first, last] = generate(target, speculative.text[first:last], N)
         return speculative.text[first:last], *known[first, last]
 
     return answer
@@ -248,7 +231,7 @@ def test_a_trimmed_prompt_continues_as_without_a_draft(speculative, target):
     prompt = speculative.text[200:340]
     features = trimmed.step(prompt, trimmed.new_state()).features
     assert features.any(-1).all(-1).tolist() == [False] * 12 + [True] * 128
-    agrees(speculative, trimmed, (prompt, *plain(trimmed, prompt, N)), 5, "partly")
+    agrees(speculative, trimmed, (prompt, *generate(trimmed, prompt, N)), 5, "partly")
 
 
 @pytest.mark.slow
@@ -260,4 +243,4 @@ def test_tiny_continues_as_without_a_draft(tiny_speculative, tiny_greedy, kind, 
 @pytest.fixture(scope="module")
 def tiny_greedy(tiny_speculative):
     prompt = tiny_speculative.text[:300]
-    return prompt, *plain(tiny_speculative.target, prompt, N)
+    return prompt, *generate(tiny_speculative.target, prompt, N)

@@ -116,7 +116,7 @@ class Draft:
             previous = choose(logits[-1])
             tokens.append(previous)
         seen = torch.cat((h, torch.stack(markov)), dim=-1)
-        confidences = torch.sigmoid(linear.product(seen, self.confidence)[:, 0])
+        confidences = linear.sigmoid(linear.product(seen, self.confidence)[:, 0])
         return Proposal(torch.stack(tokens), torch.stack(logits), confidences)
 
     def block(self, context: Context, anchor: int, count: int) -> torch.Tensor:

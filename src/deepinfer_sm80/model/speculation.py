@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 import torch
 
 from deepinfer_sm80.errors import UnsupportedOptionError
-from deepinfer_sm80.model.rejection import best_token, verify_greedy
+from deepinfer_sm80.model.generate import greedy
+from deepinfer_sm80.model.rejection import verify_greedy
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -93,14 +94,15 @@ class Speculated(NamedTuple):
         return sum(r.accepted for r in self.rounds)
 
 
+@torch.no_grad()
 def generate_speculative(
     target: Target[S], draft: Drafter[C], prompt: Sequence[int], n: int, K: int = 5, chunk: int | None = None
 ) -> Speculated:
     """``n`` tokens behind ``prompt``, drafted ``K`` at a time; the prompt goes in steps of ``chunk`` tokens.
 
-    The tokens are those of greedy generation without a draft, if a step over several rows and steps over one agree.
-    At the end of the positions fewer than ``K`` are drafted. Raises UnsupportedOptionError for an empty prompt, for
-    ``n``, ``K`` or ``chunk`` below 1, and when prompt and output exceed the model's positions.
+    The tokens are those of ``generate``, since a row of a step does not depend on the rows beside it. At the end of
+    the positions fewer than ``K`` are drafted. Raises UnsupportedOptionError for an empty prompt, for ``n``, ``K`` or
+    ``chunk`` below 1, and when prompt and output exceed the model's positions.
     """
     limit = target.config.max_position_embeddings
     _check(prompt, n, K, chunk, limit)
@@ -109,30 +111,21 @@ def generate_speculative(
     for start in range(0, len(prompt), size):
         step = target.step(prompt[start : start + size], state)
         draft.extend(context, step.features)
-    logits = target.logits(step.hidden[-1:])
-    tokens, rounds = [int(best_token(logits[0]))], []
-    logprobs = [_logprobs(logits, tokens)]
+    first, logprob = greedy(target.logits(step.hidden[-1:])[0])
+    tokens, logprobs, rounds = [first], [logprob], list[Round]()
     while len(tokens) < n:
         position = len(prompt) + len(tokens) - 1  # of the anchor, the newest token
-        count = min(K, limit - position - 1)
-        proposal = draft.propose(context, tokens[-1], count)
+        proposal = draft.propose(context, tokens[-1], min(K, limit - position - 1))
         drafts = proposal.tokens.tolist()
         step = target.step([tokens[-1], *drafts], state)
         logits = target.logits(step.hidden)
         accepted, following = verify_greedy(logits, proposal.tokens)
         state.truncate(position + 1 + accepted)
         draft.extend(context, step.features[: accepted + 1])
-        new = [*drafts[:accepted], following]
         rounds.append(Round(drafts, proposal.confidences.tolist(), accepted))
-        logprobs.append(_logprobs(logits[: accepted + 1], new))
-        tokens += new
-    return Speculated(tokens[:n], torch.cat(logprobs)[:n], rounds)
-
-
-def _logprobs(logits: torch.Tensor, tokens: list[int]) -> torch.Tensor:
-    """logits bfloat16 [T, vocab], T token ids -> float32 [T]."""
-    chosen = torch.tensor(tokens, device=logits.device)[:, None]
-    return logits.float().log_softmax(-1).gather(1, chosen)[:, 0]
+        tokens += [*drafts[:accepted], following]
+        logprobs += [greedy(row)[1] for row in logits[: accepted + 1]]
+    return Speculated(tokens[:n], torch.tensor(logprobs[:n]), rounds)
 
 
 def _check(prompt: Sequence[int], n: int, K: int, chunk: int | None, limit: int) -> None:
