@@ -57,7 +57,7 @@ def micro_checkpoint(micro, tmp_path_factory):
     return directory
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def one_thread():
     """Two threads split a tensor at any element, and the last ones of each part go through another exponential."""
     threads = torch.get_num_threads()

@@ -60,11 +60,10 @@ class Textbook:
         rope_quant_insert(latent, positions, self.table, pages, slots, 1)
         return torch.stack([read_record(pages, int(slot)) for slot in slots])
 
-    def context(self, j, given, first=0):
-        main_x = self.norm(
-            self.product(torch.cat((given[:, 0], given[:, 1], given[:, 2]), -1), "mtp.0.main_proj"), "mtp.0.main_norm"
-        )
-        return self.key_rows(j, main_x, first + torch.arange(len(given)))
+    def context(self, j, given, first=0, rounded=linear.unchanged):
+        concatenated = rounded(torch.cat((given[:, 0], given[:, 1], given[:, 2]), -1))
+        main_x = self.norm(self.product(concatenated, "mtp.0.main_proj"), "mtp.0.main_norm")
+        return self.key_rows(j, rounded(main_x), first + torch.arange(len(given)))
 
     def block(self, contexts, P, anchor, K):
         positions = (P + torch.arange(K)).clamp(max=self.config.max_position_embeddings - 1)
@@ -113,6 +112,20 @@ def test_context_rows_are_records_of_the_projected_features(draft, textbook):
         assert context.rows[j].shape == want.shape == (40, 512)
         assert close(context.rows[j], want)
     assert not close(context.rows[0], context.rows[1])
+
+
+def test_the_targets_switches_reach_the_draft(speculative, draft, textbook):
+    given, target = features(20, draft), copy.copy(speculative.target)
+    target.switches = Switches(activation_quant=True)
+    rounding = Draft(target, speculative.source)
+    context = context_of(rounding, given)
+    assert close(context.rows[1], textbook.context(1, given, rounded=linear.as_mxfp8))
+    assert not close(context.rows[1], textbook.context(1, given))
+    target.switches = Switches(kv_profile="official")
+    official = Draft(target, speculative.source)
+    for made_by, in_three_bits in ((official, True), (draft, False)):
+        rotated = context_of(made_by, given).rows[1][:, 448:].float()
+        assert bool((rotated.frexp().mantissa * 16).frac().eq(0).all()) == in_three_bits
 
 
 @pytest.mark.parametrize(("P", "K", "first"), [(1, 5, 0), (40, 1, 0), (40, 5, 0), (200, 7, 0), (60, 5, 936)])

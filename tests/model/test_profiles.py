@@ -5,6 +5,7 @@ import torch
 
 from deepinfer_sm80.errors import UnsupportedOptionError
 from deepinfer_sm80.model import cache, linear, rope
+from deepinfer_sm80.model.attention import Step
 from deepinfer_sm80.model.config import preset
 from deepinfer_sm80.model.switches import KV_PROFILES, Switches
 from deepinfer_sm80.ops.formats import e2m1, e4m3, mxfp4, nvfp4
@@ -99,8 +100,6 @@ def test_activations_are_rounded_in_front_of_quantised_matrices_only(micro_model
     kv_norm, wkv = layer.attention.kv_norm, layer.attention.wkv
     state = micro_model().new_state()
     state.begin(torch.zeros(3, dtype=torch.int64))
-    from deepinfer_sm80.model.attention import Step
-
     layer.attention.write(x, Step(state, torch.arange(3), 0))
     kv = linear.rms_norm(linear.project(rounded, wkv), kv_norm, 1e-20)
     assert torch.equal(state.read_window(2, torch.arange(3)), cache.as_recorded(kv, layer.attention.cos_sin[:3]))

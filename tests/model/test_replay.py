@@ -23,6 +23,14 @@ def model(micro_model):
     return micro_model(bounded_replay=True)
 
 
+@pytest.fixture(scope="module")
+def trimmed(micro_model, prompt, one_thread):
+    """The prompt in one eager step: its output and the state behind it, which nobody moves on."""
+    model = micro_model(bounded_replay=True)
+    state = model.new_state()
+    return model.step(prompt, state), state
+
+
 def window(state, layer, start, end):
     return state.read_window(layer, torch.arange(start, end))
 
@@ -69,10 +77,8 @@ def test_the_last_kv_source_is_where_rows_are_trimmed():
     assert last_full_layer(engram_behind) is None
 
 
-def test_a_trimmed_step_computes_the_last_128_rows(model, prompt, whole):
-    exact, other = whole
-    state = model.new_state()
-    out = model.step(prompt, state)
+def test_a_trimmed_step_computes_the_last_128_rows(whole, trimmed):
+    exact, out = whole[0], trimmed[0]
     assert out.kept.nonzero()[:, 0].tolist() == list(range(172, 300))
     assert not out.hidden[:172].any()
     assert not out.features[:172].any()
@@ -81,9 +87,8 @@ def test_a_trimmed_step_computes_the_last_128_rows(model, prompt, whole):
     assert differing(out.hidden[172:], exact.hidden[172:]) == list(range(127))
 
 
-def test_a_trimmed_step_leaves_every_cached_row_exact(model, prompt, whole):
-    state, other = model.new_state(), whole[1]
-    model.step(prompt, state)
+def test_a_trimmed_step_leaves_every_cached_row_exact(whole, trimmed):
+    state, other = trimmed[1], whole[1]
     for layer in range(CUT + 1):
         assert torch.equal(window(state, layer, 0, 300), window(other, layer, 0, 300))
     for layer, count in ((1, 150), (2, 300)):
@@ -116,9 +121,9 @@ def test_a_chunk_of_129_rows_forgets_the_one_before_it(model, prompt, whole):
     ("sizes", "options"),
     [
         ([128, 128, 44], {}),
-        ([300], {"keep_all": True}),
-        ([300], {"mode": StepMode("full")}),
-        ([300], {"mode": StepMode("piecewise", 512)}),
+        ([150], {"keep_all": True}),
+        ([150], {"mode": StepMode("full")}),
+        ([150], {"mode": StepMode("piecewise", 512)}),
     ],
     ids=["short chunks", "prompt log-probabilities", "full graph", "small graph"],
 )
@@ -132,12 +137,11 @@ def test_steps_that_are_not_trimmed_are_exact(model, prompt, whole, sizes, optio
     assert state.valid_from == [0] * 4
 
 
-def test_a_large_piecewise_step_is_an_eager_one(model, prompt):
-    eager, graph = model.new_state(), model.new_state()
-    want = model.step(prompt, eager)
-    got = model.step(prompt, graph, StepMode("piecewise", 768))
-    assert torch.equal(got.hidden, want.hidden)
-    assert graph.valid_from == eager.valid_from == [0, 0, 0, 172]
+def test_a_large_piecewise_step_is_an_eager_one(model, prompt, trimmed):
+    state = model.new_state()
+    out = model.step(prompt, state, StepMode("piecewise", 768))
+    assert torch.equal(out.hidden, trimmed[0].hidden)
+    assert state.valid_from == [0, 0, 0, 172]
 
 
 def test_a_prefix_hit_computes_128_rows_again_and_writes_no_cached_row(model, prompt, whole):
@@ -167,10 +171,8 @@ def test_a_prefix_hit_computes_128_rows_again_and_writes_no_cached_row(model, pr
     assert window(state, 0, 0, 128).isnan().all(), "no window row below the replay exists"
 
 
-def test_a_hit_is_trimmed_like_any_step(model, prompt):
-    first = model.new_state()
-    model.step(prompt, first)
-    state = first.hit(256)
+def test_a_hit_is_trimmed_like_any_step(model, prompt, trimmed):
+    state = trimmed[1].hit(256)
     out = model.step(prompt[128:], state)
     assert out.kept.sum() == 128
     assert state.valid_from == [128, 128, 128, 172]
@@ -202,22 +204,20 @@ def test_a_hit_without_bounded_replay_computes_nothing_again(micro_model, prompt
     assert torch.equal(out.hidden, exact.hidden[290:]), "the other sequence is as it was"
 
 
-def test_what_cannot_be_shared_or_forgotten_is_refused(model, prompt):
-    first = model.new_state()
-    model.step(prompt, first)
+def test_what_cannot_be_shared_or_forgotten_is_refused(micro_model, prompt, trimmed):
+    state = trimmed[1]
     with pytest.raises(SequenceStateError, match="n of hit must be a multiple of 128 up to the length 300, found 200"):
-        first.hit(200)
+        state.hit(200)
     with pytest.raises(SequenceStateError, match="found 384"):
-        first.hit(384)
+        state.hit(384)
     with pytest.raises(SequenceStateError, match=r"between 299 and the length 300, found 298"):
-        first.truncate(298)  # layer 3 has rows 172 .. 299: token 298 would need row 171
-    first.truncate(299)
-    state = first.hit(256)
-    model.step(prompt[128:258], state, keep_all=True)
-    with pytest.raises(SequenceStateError, match="between 256 and the length 258, found 254"):
-        state.truncate(254)
-    lender = model.new_state()
-    model.step(prompt[:280], lender, keep_all=True)
-    lender.hit(256)
-    with pytest.raises(SequenceStateError, match="between 256 and the length 280, found 254"):
-        lender.truncate(254)
+        state.truncate(298)  # layer 3 has rows 172 .. 299: token 298 would need row 171
+    hit = state.hit(256)
+    with pytest.raises(SequenceStateError, match="between 256 and the length 128, found 127"):
+        hit.truncate(127)
+
+    lender = micro_model().new_state()
+    micro_model().step(prompt[:130], lender)
+    lender.hit(128)
+    with pytest.raises(SequenceStateError, match="between 128 and the length 130, found 126"):
+        lender.truncate(126)

@@ -11,7 +11,7 @@ import types
 import pytest
 import torch
 
-from deepinfer_sm80.errors import UnsupportedOptionError
+from deepinfer_sm80.errors import SequenceStateError, UnsupportedOptionError
 from deepinfer_sm80.model.draft import Proposal
 from deepinfer_sm80.model.generate import generate
 from deepinfer_sm80.model.speculation import generate_speculative
@@ -178,12 +178,25 @@ def agrees(speculative, target, known, K, kind, chunk=None):
     assert torch.equal(got.logprobs, logprobs)
 
 
-CASES = [("draft", 5), ("wrong", 5), ("perfect", 1), ("perfect", 7), *(("partly", K) for K in range(1, 8))]
+CASES = [
+    ("draft", 5),
+    ("wrong", 5),
+    ("wrong", 15),
+    ("perfect", 1),
+    ("perfect", 7),
+    *(("partly", K) for K in range(1, 8)),
+]
 
 
 @pytest.mark.parametrize(("kind", "K"), CASES)
 def test_a_short_text_continues_as_without_a_draft(speculative, target, greedy, kind, K):
     agrees(speculative, target, greedy(7, 12), K, kind)
+
+
+def test_more_drafts_than_the_compressors_ring_remembers_are_refused(speculative, target, greedy):
+    """The ring of a pooling compressor holds 16 tokens: behind 16 rejected drafts an open pair is lost."""
+    with pytest.raises(SequenceStateError, match="n of truncate"):
+        agrees(speculative, target, greedy(7, 12), 16, "wrong")
 
 
 @pytest.mark.parametrize(("prompt", "kind"), [((0, 1), "partly"), ((230, 352), "draft"), ((200, 340), "partly")])

@@ -39,7 +39,7 @@ def cached_rows(state, layer):
 # Borders inside a pair of the r = 2 compressor (odd), at the window's and the blocks' (32, 128) and beside them.
 @pytest.mark.parametrize(
     "sizes",
-    [[1] * 5 + [295], [127, 1, 1, 171], [128, 128, 44], [33, 95, 129, 43], [150, 0, 150], [299, 1], [7] * 42 + [6]],
+    [[1] * 5 + [295], [127, 1, 1, 171], [128, 0, 128, 44], [33, 95, 129, 43]],
     ids=str,
 )
 def test_any_chunking_gives_the_bits_of_one_step(micro_model, prompt, whole, sizes):
@@ -82,22 +82,22 @@ def test_blocks_are_scattered_and_sequences_share_the_memory_undisturbed(micro_m
     assert not set(first.window_table.ids) & set(second.window_table.ids)
 
 
-@pytest.mark.parametrize("start", [1, 30, 126, 127, 128, 253])
-@pytest.mark.parametrize("accepted", [0, 1, 2, 6])
-def test_rejected_drafts_leave_no_trace(micro_model, prompt, whole, start, accepted):
+@pytest.mark.parametrize("start", [1, 30, 127, 128])
+def test_rejected_drafts_leave_no_trace(micro_model, prompt, whole, start):
     model, (want, _) = micro_model(), whole
     state = model.new_state()
     model.step(prompt[:start], state)
-    drafts = prompt[start : start + accepted] + WRONG[accepted:]
-    out = model.step(drafts, state)
-    assert torch.equal(out.hidden[:accepted], want.hidden[start : start + accepted])
-    state.truncate(start + accepted)
-    assert state.length == len(state.history) == start + accepted
-    for size in (1, 1, 12):
-        end = state.length + size
-        out = model.step(prompt[state.length : end], state)
-        assert torch.equal(out.hidden, want.hidden[end - size : end])
-        assert torch.equal(out.features, want.features[end - size : end])
+    for accepted in (0, 1, 2, 6):
+        out = model.step(prompt[start : start + accepted] + WRONG[accepted:], state)
+        assert torch.equal(out.hidden[:accepted], want.hidden[start : start + accepted])
+        state.truncate(start + accepted)
+        assert state.length == len(state.history) == start + accepted
+        for size in (1, 1, 6):
+            end = state.length + size
+            out = model.step(prompt[state.length : end], state)
+            assert torch.equal(out.hidden, want.hidden[end - size : end])
+            assert torch.equal(out.features, want.features[end - size : end])
+        state.truncate(start)
 
 
 def test_truncating_far_and_to_nothing(micro_model, prompt, whole):
@@ -156,6 +156,6 @@ def test_attention_over_pages_is_the_operator_over_rows(micro_model, layer):
         indices[p, : len(seen)] = torch.tensor(seen, dtype=torch.int32)
     want = sparse_mla_prefill(q, rows, indices, torch.full((T,), 256), attention.sink, 512**-0.5)
     got = attention._attend(q, step)
-    assert (got[:3] == 0).all() if not count else True
+    assert not got[: 3 if layer == 0 else 0].any(), "no row below the floor is seen"
     assert (got.float() - want.float()).square().mean().sqrt() < 2**-9 * want.float().square().mean().sqrt()
     assert (got.float() - want.float()).abs().max() < 2**-6 * want.float().abs().max()

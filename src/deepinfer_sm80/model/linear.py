@@ -59,8 +59,8 @@ def matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     The shape of a product decides the order of its sums. With one shape for all, a row's result does not depend on the
     rows beside it, so that chunks and single tokens give the bits of a whole prompt.
     """
-    blocks = [pad(block, (0, 0, 0, _ROWS - len(block))) @ weight.T for block in x.split(_ROWS)]
-    return torch.cat(blocks)[: len(x)]
+    blocks = pad(x, (0, 0, 0, -len(x) % _ROWS)).split(_ROWS)
+    return torch.cat([block @ weight.T for block in blocks])[: len(x)]
 
 
 def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

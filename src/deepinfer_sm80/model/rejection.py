@@ -60,4 +60,4 @@ def residual(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 def _draw(distribution: torch.Tensor, u: torch.Tensor) -> int:
     """The token whose share of [0, 1) holds ``u``."""
     shares = distribution.cumsum(-1)
-    return int(torch.searchsorted(shares, u * shares[-1], right=True).clamp(max=int(distribution.nonzero()[-1])))
+    return int(torch.searchsorted(shares, u * shares[-1], right=True))

@@ -102,7 +102,8 @@ def generate_speculative(
 
     The tokens are those of ``generate``, since a row of a step does not depend on the rows beside it. At the end of
     the positions fewer than ``K`` are drafted. Raises UnsupportedOptionError for an empty prompt, for ``n``, ``K`` or
-    ``chunk`` below 1, and when prompt and output exceed the model's positions.
+    ``chunk`` below 1, and when prompt and output exceed the model's positions; a TextModel raises SequenceStateError
+    when more than 15 drafts have to be forgotten and leave half a pair.
     """
     limit = target.config.max_position_embeddings
     _check(prompt, n, K, chunk, limit)
