@@ -14,6 +14,7 @@ from vllm.multimodal import MULTIMODAL_REGISTRY
 
 from deepinfer_sm80 import __version__
 from deepinfer_sm80.errors import ImageInputError
+from deepinfer_sm80.vllm_plugin.expert_filter import left_out_on_this_rank
 from deepinfer_sm80.vllm_plugin.images import TextOnlyProcessingInfo, leave_out_vision_tower
 from deepinfer_sm80.vllm_plugin.kernels import finish_warmup, start_warmup
 from deepinfer_sm80.vllm_plugin.overrides import OVERRIDES, apply_overrides
@@ -41,7 +42,7 @@ class DeepseekV41ForCausalLM(vl_model.DeepseekV41ForCausalLM):
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         check_config(vllm_config)
         leave_out_vision_tower(vllm_config)
-        self._expert_parallel = bool(vllm_config.parallel_config.enable_expert_parallel)
+        self._left_out = left_out_on_this_rank(vllm_config)
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         logger.info_once(
             "DeepInfer-SM80 %s serves DeepSeek-V4.1 with vLLM %s: sparse MLA, indexer, Engram and cache writers for "
@@ -59,14 +60,7 @@ class DeepseekV41ForCausalLM(vl_model.DeepseekV41ForCausalLM):
         return []
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        loaded: set[str] = super().load_weights(
-            checked(
-                weights,
-                self.config,
-                part="text",
-                experts_may_be_missing=self._expert_parallel,
-            )
-        )
+        loaded: set[str] = super().load_weights(checked(weights, self.config, part="text", left_out=self._left_out))
         finish_warmup(self._warmup)
         return loaded
 
@@ -74,17 +68,6 @@ class DeepseekV41ForCausalLM(vl_model.DeepseekV41ForCausalLM):
 class DSparkDeepseekV4ForCausalLM(dspark.DSparkDeepseekV4ForCausalLM):
     """vLLM's DSpark draft; its layers take the same attention class as the target's."""
 
-    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
-        self._expert_parallel = bool(vllm_config.parallel_config.enable_expert_parallel)
-        super().__init__(vllm_config=vllm_config, prefix=prefix)
-
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        loaded: set[str] = super().load_weights(
-            checked(
-                weights,
-                self.config,
-                part="draft",
-                experts_may_be_missing=self._expert_parallel,
-            )
-        )
+        loaded: set[str] = super().load_weights(checked(weights, self.config, part="draft"))
         return loaded
