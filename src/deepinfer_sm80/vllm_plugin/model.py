@@ -39,6 +39,8 @@ apply_overrides()
 class DeepseekV41ForCausalLM(vl_model.DeepseekV41ForCausalLM):
     """vLLM's DeepSeek-V4.1, text only, with this package's operators in every layer."""
 
+    _starting = True
+
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         check_config(vllm_config)
         leave_out_vision_tower(vllm_config)
@@ -60,14 +62,28 @@ class DeepseekV41ForCausalLM(vl_model.DeepseekV41ForCausalLM):
         return []
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        loaded: set[str] = super().load_weights(checked(weights, self.config, part="text", left_out=self._left_out))
-        finish_warmup(self._warmup)
-        return loaded
+        """As vLLM's, with the checks of ``weights.checked``: of the whole checkpoint until vLLM has started."""
+        return super().load_weights(
+            checked(weights, self.config, part="text", whole=self._starting, left_out=self._left_out)
+        )
+
+    def process_weights_after_loading(self) -> None:
+        """vLLM's hook at the end of its start, whichever way it loaded. Weights that come later are updates."""
+        super().process_weights_after_loading()
+        if self._starting:
+            finish_warmup(self._warmup)
+            self._starting = False
 
 
 class DSparkDeepseekV4ForCausalLM(dspark.DSparkDeepseekV4ForCausalLM):
     """vLLM's DSpark draft; its layers take the same attention class as the target's."""
 
+    _starting = True
+
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        loaded: set[str] = super().load_weights(checked(weights, self.config, part="draft"))
-        return loaded
+        """As the target's."""
+        return super().load_weights(checked(weights, self.config, part="draft", whole=self._starting))
+
+    def process_weights_after_loading(self) -> None:
+        """vLLM's hook at the end of its start."""
+        self._starting = False
