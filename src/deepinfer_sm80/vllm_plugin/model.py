@@ -80,6 +80,10 @@ class DSparkDeepseekV4ForCausalLM(dspark.DSparkDeepseekV4ForCausalLM):
 
     _starting = True
 
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        check_config(vllm_config, draft=True)
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """As the target's."""
         return super().load_weights(checked(weights, self.config, part="draft", whole=self._starting))
