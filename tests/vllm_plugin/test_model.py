@@ -52,7 +52,11 @@ def plugin(monkeypatch):
             "DeepseekV4VLDummyInputsBuilder": object,
             "DeepseekV4VLMultiModalProcessor": object,
         },
-        f"{PLUGIN}.images": {"TextOnlyProcessingInfo": object, "leave_out_vision_tower": lambda config: None},
+        f"{PLUGIN}.images": {
+            "TextOnlyProcessingInfo": object,
+            "leave_out_vision_tower": lambda config: None,
+            "refuse_image_inputs": lambda inputs: calls.append(inputs),
+        },
         f"{PLUGIN}.expert_filter": {"left_out_on_this_rank": lambda config: lambda name: False},
         f"{PLUGIN}.kernels": {
             "start_warmup": lambda config: calls.append("warming up") or "warmup",
@@ -110,3 +114,16 @@ def test_kernels_are_waited_for_once_whichever_way_vllm_loaded(plugin):
         model.process_weights_after_loading()
         model.load_weights(ONE)
     assert calls[-2:] == ["warming up", "warmup ready"]
+
+
+def test_whatever_reaches_the_tower_is_looked_at(plugin):
+    module, calls = plugin
+    assert built(module.DeepseekV41ForCausalLM).embed_multimodal(image_embeds="rows") == []
+    assert calls[-1] == {"image_embeds": "rows"}
+
+
+def test_the_draft_is_asked_for_its_own_configuration(plugin):
+    module, calls = plugin
+    built(module.DeepseekV41ForCausalLM)
+    built(module.DSparkDeepseekV4ForCausalLM)
+    assert [call for call in calls if "checked" in call] == [("checked", {}), ("checked", {"draft": True})]

@@ -13,9 +13,8 @@ from vllm.models.deepseek_v41.nvidia import dspark, vl_model
 from vllm.multimodal import MULTIMODAL_REGISTRY
 
 from deepinfer_sm80 import __version__
-from deepinfer_sm80.errors import ImageInputError
 from deepinfer_sm80.vllm_plugin.expert_filter import left_out_on_this_rank
-from deepinfer_sm80.vllm_plugin.images import TextOnlyProcessingInfo, leave_out_vision_tower
+from deepinfer_sm80.vllm_plugin.images import TextOnlyProcessingInfo, leave_out_vision_tower, refuse_image_inputs
 from deepinfer_sm80.vllm_plugin.kernels import finish_warmup, start_warmup
 from deepinfer_sm80.vllm_plugin.overrides import OVERRIDES, apply_overrides
 from deepinfer_sm80.vllm_plugin.requirements import check_config
@@ -57,8 +56,7 @@ class DeepseekV41ForCausalLM(vl_model.DeepseekV41ForCausalLM):
         self._warmup = start_warmup(vllm_config)
 
     def embed_multimodal(self, **kwargs: object) -> Any:
-        if kwargs.get("patches") is not None:
-            raise ImageInputError(found="at least 1")
+        refuse_image_inputs(kwargs)
         return []
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
