@@ -145,3 +145,14 @@ def test_a_changed_vllm_is_refused_and_left_alone(monkeypatch, function, found):
     assert found in str(caught.value)
     assert target.pick is function
     assert inspect.ismodule(target)
+
+
+def test_a_replacement_that_cannot_be_imported_replaces_nothing(monkeypatch):
+    target = fake_vllm(monkeypatch, lambda config: "theirs")
+    target.other = lambda config: "theirs"
+    second = Override("fake_target", "other", ("config",), "no_such_module:other", "a test", "never")
+    monkeypatch.setattr(overrides, "OVERRIDES", (*overrides.OVERRIDES, second))
+    for _ in range(2):
+        with pytest.raises(ModuleNotFoundError, match="no_such_module"):
+            overrides.apply_overrides()
+        assert target.pick(None) == "theirs"
