@@ -62,6 +62,13 @@ class UnsupportedVllmError(DeepInferError, RuntimeError):
     )
 
 
+class PluginUndecidedError(DeepInferError, RuntimeError):
+    template = (
+        "DeepInfer-SM80 could not find out whether it serves DeepSeek-V4.1 here ({reason}). "
+        "Correct that, or set DEEPINFER_DISABLE=1 to run without this plugin. Other models are not affected."
+    )
+
+
 class OverrideTargetError(DeepInferError, RuntimeError):
     template = (
         "vLLM's {target} is not what this plugin replaces: expected parameters ({expected}), found {found}. "

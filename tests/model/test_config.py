@@ -6,7 +6,7 @@ import json
 import pytest
 
 from deepinfer_sm80.errors import ModelConfigError
-from deepinfer_sm80.model.config import ModelConfig, preset, preset_names
+from deepinfer_sm80.model.config import ModelConfig, RopeScaling, preset, preset_names
 
 
 @pytest.mark.parametrize("name", preset_names())
@@ -93,6 +93,18 @@ def test_layer_preset_has_the_released_widths():
         ("engram_layer_ids", (1, 8)),
         ("engram_num_embeddings", (50000, 50000)),
         ("engram_compressed_vocab_size", 0),
+        ("index_n_heads", 16),
+        ("engram_head_dim", 128),
+        ("image_token_id", 5),
+        ("vocab_size", 129264),
+        ("routed_scaling_factor", float("nan")),
+        ("rms_norm_eps", -1.0),
+        ("hc_eps", float("inf")),
+        ("swiglu_limit", None),
+        ("rope_theta", "10000"),
+        ("compress_rope_theta", 0.0),
+        ("rope_scaling", RopeScaling(factor=float("nan"))),
+        ("rope_scaling", RopeScaling(beta_slow=0)),
     ],
 )
 def test_a_value_that_cannot_be_is_named(field, value):
@@ -101,7 +113,9 @@ def test_a_value_that_cannot_be_is_named(field, value):
     sentence = str(caught.value)
     assert "must be" in sentence
     assert "found" in sentence
-    named = {"num_hidden_layers": "compress_ratios", "compress_ratios": ""}.get(field, field)
+    named = {"num_hidden_layers": "compress_ratios", "compress_ratios": "", "vocab_size": "image_token_id"}.get(
+        field, field
+    )
     assert named in sentence
 
 

@@ -81,6 +81,7 @@ OURS = {
     "_select",
     "_key_workspace",
     "_reserve",
+    "DSparkDeepseekV4ForCausalLM.process_weights_after_loading",
 }
 
 
@@ -89,11 +90,22 @@ def test_overridden_methods_keep_vllms_parameters(file, name):
     module, _, base = OVERRIDDEN_METHODS[file, name].partition(":")
     tree = ast.parse((PLUGIN / f"{file}.py").read_text())
     ours = next(node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == name)
-    for method in (node for node in ours.body if isinstance(node, ast.FunctionDef) and node.name not in OURS):
+    for method in (node for node in ours.body if isinstance(node, ast.FunctionDef)):
+        if {method.name, f"{name}.{method.name}"} & OURS:
+            continue
         if method.args.kwarg or method.name == "supports_compute_capability":
             continue
         theirs = source.parameters(module, f"{base}.{method.name}")
         assert tuple(a.arg for a in (*method.args.args, *method.args.kwonlyargs)) == theirs, f"{name}.{method.name}"
+
+
+def test_the_loader_calls_the_models_hook_at_the_end_of_every_start():
+    loader = "vllm.model_executor.model_loader"
+    ends = ast.unparse(source.definition(f"{loader}.base_loader", "BaseModelLoader.load_model"))
+    assert "process_weights_after_loading(model, model_config, target_device)" in ends
+    hook = ast.unparse(source.definition(f"{loader}.utils", "process_weights_after_loading")).split()
+    call = "if hasattr(model, 'process_weights_after_loading'): model.process_weights_after_loading()"
+    assert call in " ".join(hook)
 
 
 def test_architecture_strings_are_vllms_own():
@@ -133,3 +145,14 @@ def test_a_changed_vllm_is_refused_and_left_alone(monkeypatch, function, found):
     assert found in str(caught.value)
     assert target.pick is function
     assert inspect.ismodule(target)
+
+
+def test_a_replacement_that_cannot_be_imported_replaces_nothing(monkeypatch):
+    target = fake_vllm(monkeypatch, lambda config: "theirs")
+    target.other = lambda config: "theirs"
+    second = Override("fake_target", "other", ("config",), "no_such_module:other", "a test", "never")
+    monkeypatch.setattr(overrides, "OVERRIDES", (*overrides.OVERRIDES, second))
+    for _ in range(2):
+        with pytest.raises(ModuleNotFoundError, match="no_such_module"):
+            overrides.apply_overrides()
+        assert target.pick(None) == "theirs"

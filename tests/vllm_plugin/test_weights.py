@@ -35,8 +35,8 @@ def stream(change=lambda name, dtype, shape: (dtype, shape)):
             yield name, torch.empty(entry[1], dtype=DTYPES[entry[0]], device="meta")
 
 
-def run(change, part="text", experts_may_be_missing=False):
-    return list(checked(stream(change), hf_config(), part=part, experts_may_be_missing=experts_may_be_missing))
+def run(change, part="text", **options):
+    return list(checked(stream(change), hf_config(), part=part, **options))
 
 
 def unchanged(name, dtype, shape):
@@ -88,7 +88,68 @@ def test_a_mistyped_tensor_is_named_with_both_types():
         run(to_bf16)
 
 
-def test_expert_parallelism_may_leave_out_experts_and_nothing_else():
-    run(without(".ffn.experts.5."), experts_may_be_missing=True)
-    with pytest.raises(CheckpointError, match="shared_experts"):
-        run(without("layers.4.ffn.shared_experts.w1"), experts_may_be_missing=True)
+def test_what_the_loader_leaves_out_on_this_rank_is_not_missing():
+    """As vLLM's expert filter does: weights of other ranks' experts, and nothing else."""
+
+    def left_out(name):
+        return ".ffn.experts.5." in name and name.endswith(".weight")
+
+    gone = lambda name, dtype, shape: None if left_out(name) else (dtype, shape)  # noqa: E731
+    run(gone, left_out=left_out)
+    with pytest.raises(CheckpointError, match=r"24 tensors are missing .*experts\.5\.w1\.weight"):
+        run(gone)
+    for needle in ("layers.3.ffn.experts.5.w1.scale", "layers.3.ffn.experts.4.w1.weight", "shared_experts.w1"):
+        with pytest.raises(CheckpointError, match=needle.replace(".", r"\.")):
+            run(without(needle), left_out=left_out)
+
+
+def extra(*entries):
+    """The complete stream, then more tensors."""
+    yield from stream()
+    for name in entries:
+        dtype, shape = expected_tensors(TINY, draft=True).get(name, ("BF16", (3,)))
+        yield name, torch.empty(shape, dtype=DTYPES[dtype], device="meta")
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "said"),
+    [
+        ("text", "layers.3.attn.wq_a.weight", r"layers\.3\.attn\.wq_a\.weight comes twice.*index\.json"),
+        ("text", "layers.8.attn.wq_a.weight", r"the model has no tensor layers\.8\.attn\.wq_a\.weight"),
+        ("text", "foo", "the model has no tensor foo"),
+        ("draft", "mtp.0.attn.wq_a.weight", r"mtp\.0\.attn\.wq_a\.weight comes twice"),
+        ("draft", "mtp.3.norm.weight", r"the model has no tensor mtp\.3\.norm\.weight"),
+    ],
+)
+def test_a_repeated_or_unknown_name_is_refused(part, name, said):
+    with pytest.raises(CheckpointError, match=said):
+        list(checked(extra(name), hf_config(), part=part))
+
+
+@pytest.mark.parametrize(
+    ("part", "name"),
+    [
+        ("text", "vision.x"),
+        ("text", "image_start"),
+        ("text", "mtp.9.x"),
+        ("draft", "layers.8.x"),
+        ("draft", "vision.x"),
+    ],
+)
+def test_what_vllm_drops_may_be_there_and_may_repeat(part, name):
+    list(checked(extra(name, name), hf_config(), part=part))
+
+
+class TestUpdateOfARunningModel:
+    """vLLM's weight transfer hands over one tensor, or a few, at a time."""
+
+    def test_a_single_tensor_is_no_incomplete_checkpoint(self):
+        one = list(stream())[:1]
+        assert list(checked(one, hf_config(), part="text", whole=False)) == one
+        with pytest.raises(CheckpointError, match="tensors are missing"):
+            list(checked(one, hf_config(), part="text"))
+
+    def test_its_shape_and_dtype_are_checked_all_the_same(self):
+        update = [("norm.weight", torch.empty(7, dtype=torch.bfloat16))]
+        with pytest.raises(CheckpointError, match=r"norm\.weight is BF16 \[7\], must be BF16 \[1024\]"):
+            list(checked(update, hf_config(), part="text", whole=False))

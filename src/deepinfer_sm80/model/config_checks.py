@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import TYPE_CHECKING
 
 from deepinfer_sm80.errors import ModelConfigError
@@ -18,9 +19,12 @@ _FIXED = {
     "head_dim": 512,
     "qk_rope_head_dim": 64,
     "num_key_value_heads": 1,
+    "index_n_heads": 32,
     "index_head_dim": 128,
     "sliding_window": 128,
     "hc_mult": 4,
+    "engram_head_dim": 256,
+    "image_token_id": 129264,
     "hidden_act": "silu",
     "scoring_func": "sqrtsoftplus",
     "topk_method": "noaux_tc",
@@ -30,10 +34,11 @@ _FIXED = {
 }
 _POSITIVE = (
     *("vocab_size", "num_hidden_layers", "num_attention_heads", "o_groups", "n_shared_experts", "hc_sinkhorn_iters"),
-    *("index_n_heads", "index_topk", "candidate_topk_blocks", "candidate_block_size"),
+    *("index_topk", "candidate_topk_blocks", "candidate_block_size"),
     *("max_position_embeddings", "dspark_markov_rank"),
 )
-_SCALED = ("hidden_size", "moe_intermediate_size", "q_lora_rank", "o_lora_rank", "engram_head_dim")
+_SCALED = ("hidden_size", "moe_intermediate_size", "q_lora_rank", "o_lora_rank")
+_FINITE = ("swiglu_limit", "rms_norm_eps", "routed_scaling_factor", "hc_eps", "rope_theta", "compress_rope_theta")
 
 
 def check(config: ModelConfig) -> None:
@@ -51,6 +56,10 @@ def _require(condition: bool, field: str, allowed: str, found: object, remedy: s
         raise ModelConfigError(field=field, allowed=allowed, found=found, remedy=remedy)
 
 
+def _positive(value: object) -> bool:
+    return isinstance(value, (int, float)) and 0 < value < math.inf
+
+
 def _check_widths(config: ModelConfig) -> None:
     for field, value in _FIXED.items():
         found = getattr(config, field)
@@ -61,6 +70,12 @@ def _check_widths(config: ModelConfig) -> None:
     for field in _SCALED:
         found = getattr(config, field)
         _require(found > 0 and found % 32 == 0, field, "a positive multiple of 32 (one scale covers 32 values)", found)
+    for field in _FINITE:
+        found = getattr(config, field)
+        _require(_positive(found), field, "a positive number", found)
+    for field in ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow"):
+        found = getattr(config.rope_scaling, field)
+        _require(_positive(found), f"rope_scaling.{field}", "a positive number", found)
     heads, groups = config.num_attention_heads, config.o_groups
     _require(heads % groups == 0, "num_attention_heads", f"a multiple of o_groups = {groups}", heads)
     _require(config.rope_scaling.type == "yarn", "rope_scaling.type", "'yarn'", repr(config.rope_scaling.type))
@@ -101,7 +116,8 @@ def _check_experts(config: ModelConfig) -> None:
 
 
 def _check_tokens(config: ModelConfig) -> None:
-    for field in ("bos_token_id", "eos_token_id", "pad_token_id", "engram_pad_token_id", "dspark_noise_token_id"):
+    ids = ("bos_token_id", "eos_token_id", "pad_token_id", "image_token_id")
+    for field in (*ids, "engram_pad_token_id", "dspark_noise_token_id"):
         found = getattr(config, field)
         _require(0 <= found < config.vocab_size, field, f"a token id below vocab_size = {config.vocab_size}", found)
 

@@ -27,11 +27,15 @@ _said: set[str] = set()
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """What ``register`` will do: ``active`` serves, ``refuses`` registers a class that refuses with the remedy."""
+    """What ``register`` will do: ``active`` serves, ``refuses`` registers a class that refuses with the remedy.
+
+    ``undecided``: it refuses because the facts could not be found out.
+    """
 
     active: bool
     refuses: bool
     reason: str
+    undecided: bool = False
 
     @property
     def architectures(self) -> Mapping[str, str]:
@@ -67,10 +71,18 @@ def gpu_capability() -> tuple[int, int] | None:
     return None if found is None else (found.major, found.minor)
 
 
+def activation_here() -> Activation:
+    """The decision for this process. Never raises: an exception in a plugin would stop every model of this machine."""
+    try:
+        version = installed_vllm()
+        return decide(gpu_capability() if version is not None else None, version)
+    except Exception as error:
+        return Activation(False, True, str(error) or type(error).__name__, undecided=True)
+
+
 def register() -> None:
-    """Register the classes that ``decide`` names; repeated calls change nothing."""
-    version = installed_vllm()
-    activation = decide(gpu_capability() if version is not None else None, version)
+    """Register the classes that ``activation_here`` names; repeated calls change nothing."""
+    activation = activation_here()
     _say_once(activation)
     if not activation.architectures:
         return

@@ -27,7 +27,7 @@ _INDEX_ALIGNMENT = 128  # combine_topk_swa_indices pads its rows to this
 
 
 class AmpereSparseMLABackend(DeepseekV4SparseMLABackend):
-    """Compressed-cache metadata: vLLM's own, valid for every batch shape in a CUDA graph."""
+    """Compressed-cache metadata: vLLM's own. CUDA graphs hold decode batches only: prefill is driven by the host."""
 
     @staticmethod
     def get_name() -> str:
@@ -43,7 +43,11 @@ class AmpereSparseMLABackend(DeepseekV4SparseMLABackend):
 
 
 class AmpereSWAMetadataBuilder(DeepseekV41SparseSWAMetadataBuilder):
-    """Sliding-window metadata without FlashMLA's tile-scheduler plans, which only its kernels read."""
+    """Sliding-window metadata without FlashMLA's tile-scheduler plans, which only its kernels read.
+
+    Claims what vLLM's own builder for FlashMLA claims; a graph of mixed batches (``cudagraph_mode=FULL``), which this
+    would allow, is refused by ``requirements``.
+    """
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
 

@@ -19,10 +19,10 @@ def lookup(self: Any, indices: torch.Tensor, out: torch.Tensor, background: bool
     del background
     if self.peer_rows or out.dtype != torch.bfloat16:
         raise UnsupportedOptionError(
-            option="engram_config",
-            found="a table split over peer GPUs",
-            allowed="cpu_offload=true (default), or a whole table per rank",
-            remedy="Drop embedding_across_dp from --engram-config.",
+            option="--engram-config",
+            found="a table split over peer GPUs" if self.peer_rows else f"a table read as {out.dtype}",
+            allowed="cpu_offload=true (default), or a whole table per rank, read as bfloat16",
+            remedy="Keep cpu_offload=true, or use tensor parallelism.",
         )
     weight, scale = self._storage()
     ops.engram_lookup(

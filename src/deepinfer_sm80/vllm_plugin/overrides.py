@@ -98,20 +98,25 @@ _originals: dict[str, Any] = {}
 def apply_overrides() -> None:
     """Replace every name in ``OVERRIDES``; repeated calls change nothing.
 
-    Raises OverrideTargetError when a name is missing or its parameters differ; nothing is replaced then.
+    Raises OverrideTargetError when a name is missing or its parameters differ, and what the import of a replacement
+    raises; nothing is replaced then.
     """
     if _originals:
         return
-    found = [(override, *_resolve(override)) for override in OVERRIDES]
-    for override, owner, original in found:
-        module, _, name = override.replacement.partition(":")
-        setattr(owner, override.name.rpartition(".")[2], getattr(import_module(module), name))
+    found = [(override, *_resolve(override), _replacement(override)) for override in OVERRIDES]
+    for override, owner, original, replacement in found:
+        setattr(owner, override.name.rpartition(".")[2], replacement)
         _originals[override.target] = original
 
 
 def original(target: str) -> Any:
     """What vLLM had under ``target`` before ``apply_overrides``."""
     return _originals[target]
+
+
+def _replacement(override: Override) -> Any:
+    module, _, name = override.replacement.partition(":")
+    return getattr(import_module(module), name)
 
 
 def _resolve(override: Override) -> tuple[Any, Any]:

@@ -1,4 +1,4 @@
-"""What stands in for DeepSeek-V4.1 on a vLLM this plugin was not made for: it refuses when the model is built.
+"""What stands in for DeepSeek-V4.1 where this plugin must not serve it: it refuses when the model is built.
 
 Other models on the same machine never meet it. It carries the few methods vLLM looks for when it inspects a text model.
 """
@@ -9,29 +9,38 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from deepinfer_sm80.errors import UnsupportedVllmError
+from deepinfer_sm80.errors import PluginUndecidedError, UnsupportedVllmError
+from deepinfer_sm80.vllm_plugin.activation import activation_here
 from deepinfer_sm80.vllm_plugin.window import SUPPORTED_VLLM, installed_vllm
 
 if TYPE_CHECKING:
     import torch
 
 
+def refusal() -> Exception:
+    """Why, with the remedy: vLLM's version, or a decision that failed."""
+    activation = activation_here()
+    if activation.undecided:
+        return PluginUndecidedError(reason=activation.reason)
+    return UnsupportedVllmError(found=installed_vllm(), supported=SUPPORTED_VLLM)
+
+
 class DeepseekV41ForCausalLM(nn.Module):
-    """Refuses at construction with the installed version, the supported one and the remedy."""
+    """Refuses at construction with the reason and the remedy."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__()
         del vllm_config, prefix
-        raise UnsupportedVllmError(found=installed_vllm(), supported=SUPPORTED_VLLM)
+        raise refusal()
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
-        raise UnsupportedVllmError(found=installed_vllm(), supported=SUPPORTED_VLLM)
+        raise refusal()
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        raise UnsupportedVllmError(found=installed_vllm(), supported=SUPPORTED_VLLM)
+        raise refusal()
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        raise UnsupportedVllmError(found=installed_vllm(), supported=SUPPORTED_VLLM)
+        raise refusal()
 
 
 class DSparkDeepseekV4ForCausalLM(DeepseekV41ForCausalLM):
