@@ -66,7 +66,7 @@ class Engine:
     def generate(self, prompts: list[list[int]], tokens: int = NEW_TOKENS, **options: Any) -> list[Any]:
         from vllm import SamplingParams
 
-        params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=1, **options)
+        params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, **{"logprobs": 1, **options})
         return self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
 
     def result(self, **facts: Any) -> dict[str, Any]:

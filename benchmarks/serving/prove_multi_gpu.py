@@ -1,0 +1,215 @@
+#!/usr/bin/env python3
+"""Tensor, pipeline and expert parallelism on the GPUs of one host, against one GPU, with this plugin in stock vLLM.
+
+    python3 benchmarks/serving/prove_multi_gpu.py --model DIR --out DIR [--stage NAME ...] [--together]
+    python3 benchmarks/serving/prove_multi_gpu.py --report --out DIR
+
+Every stage is a process that starts an engine, takes prompt log-probabilities and greedy tokens, and writes
+OUT/NAME.json; ``compare`` judges each layout against ``tp1``. --together starts them all at once, each with a fixed KV
+cache of 2 GiB. On GPUs that are not compute capability 8.x, --capability 8.0 and the test aid ``ampere_disguise``
+(PYTHONPATH) are needed. NVLink multicast stays off: its users are switched off here, and the variables that forbid it
+are passed on as they are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import time
+import traceback
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+HERE = pathlib.Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+
+DSPARK = {"method": "dspark", "num_speculative_tokens": 5}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp1": {},
+    "tp2": {"tensor_parallel_size": 2},
+    "tp2-eager": {"tensor_parallel_size": 2, "enforce_eager": True},
+    "tp2-ep": {"tensor_parallel_size": 2, "enable_expert_parallel": True},
+    "tp2-dspark": {"tensor_parallel_size": 2, "speculative_config": DSPARK},
+    "tp2-ring": {"tensor_parallel_size": 2, "disable_custom_all_reduce": True},
+    "pp2": {"pipeline_parallel_size": 2},
+}
+ENVIRONMENT = {"tp2-ring": {"NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}}
+EVERYWHERE = {
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+    "VLLM_USE_NCCL_SYMM_MEM": "0",
+    "NCCL_NVLS_ENABLE": "0",
+}
+STAGES = (*LAYOUTS, "compare")
+MEAN = 0.01
+TIE = 0.125  # log-probability: what one bfloat16 step of a logit between 16 and 32 is worth
+
+
+def run_stage(name: str, args: argparse.Namespace) -> int:
+    path = args.out / f"{name}.json"
+    if path.exists() and not args.again and json.loads(path.read_text()).get("ok"):
+        print(f"{name}: done before", flush=True)
+        return 0
+    environment = {**os.environ, **EVERYWHERE, **ENVIRONMENT.get(name, {})}
+    if args.capability:
+        environment["AMPERE_DISGUISE"] = args.capability
+    command = [sys.executable, __file__, "--inside", name, "--model", str(args.model), "--out", str(args.out)]
+    start = time.time()
+    with (args.out / f"{name}.log").open("w") as log:
+        try:
+            code = subprocess.run(
+                command, env=environment, stdout=log, stderr=subprocess.STDOUT, timeout=540
+            ).returncode
+        except subprocess.TimeoutExpired:
+            code = -1
+    result = json.loads(path.read_text()) if path.exists() else {"ok": False, "error": f"exit code {code}, no result"}
+    result["ok"] = bool(result.get("ok")) and code == 0
+    result |= {"wall_s": round(time.time() - start, 1), "commit": args.commit}
+    path.write_text(json.dumps(result, indent=1))
+    facts = ", ".join(f"{key} {value}" for key, value in result.get("facts", {}).items())
+    print(f"{name}: {'ok' if result['ok'] else 'FAILED'} in {result['wall_s']} s  {facts}", flush=True)
+    if not result["ok"]:
+        print(result.get("error", ""), *(args.out / f"{name}.log").read_text().splitlines()[-args.tail :], sep="\n")
+    return 0 if result["ok"] else 1
+
+
+def layout(name: str, model: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
+    """Prompt log-probabilities of every prompt, every layer for every token, and 64 greedy tokens with the top two."""
+    import stages
+
+    options: dict[str, Any] = {"swa_bounded_replay": False, "enable_prefix_caching": False, **LAYOUTS[name]}
+    if name == "pp2":
+        os.environ["VLLM_PP_LAYER_PARTITION"] = ",".join(map(str, split(model)))
+    engine = stages.Engine(model, **options)
+    scored = engine.generate(engine.prompts[1:], 1, prompt_logprobs=0)
+    prompt_logprobs = [
+        [step[token].logprob for token, step in zip(ids[1:], found.prompt_logprobs[1:], strict=True)]
+        for ids, found in zip(engine.prompts[1:], scored, strict=True)
+    ]
+    outputs = engine.generate(engine.prompts, logprobs=2)
+    stages.require_finite(outputs)
+    found = engine.result(gpus=options.get("tensor_parallel_size", 1) * options.get("pipeline_parallel_size", 1))
+    steps = [
+        [sorted((e.logprob for e in step.values()), reverse=True) for step in o.outputs[0].logprobs] for o in outputs
+    ]
+    return found | {"prompt_logprobs": prompt_logprobs, "tokens": stages.tokens_of(outputs), "top": steps}
+
+
+def split(model: pathlib.Path) -> tuple[int, ...]:
+    """Layers of the two stages: cut where stock vLLM allows it, as near to the middle as that gets."""
+    from deepinfer_sm80.model.config import ModelConfig
+    from deepinfer_sm80.topology.cuts import legal_starts
+
+    config = ModelConfig.from_dict(json.loads((model / "config.json").read_text()))
+    layers = config.num_hidden_layers
+    start = min(legal_starts(config), key=lambda i: abs(2 * i - layers))
+    return start, layers - start
+
+
+def compare(out: pathlib.Path) -> dict[str, Any]:
+    """Every layout against tp1: log-probabilities, and where greedy tokens part whether the two best were near."""
+    runs = {name: json.loads((out / f"{name}.json").read_text()) for name in LAYOUTS if (out / f"{name}.json").exists()}
+    one, rows, ok = runs.pop("tp1"), {}, True
+    for name, run in runs.items():
+        if not run["ok"]:
+            continue
+        gaps = [
+            abs(a - b)
+            for x, y in zip(run["prompt_logprobs"], one["prompt_logprobs"], strict=True)
+            for a, b in zip(x, y, strict=True)
+        ]
+        parted = [
+            (number, at, one["top"][number][at])
+            for number, (x, y) in enumerate(zip(run["tokens"], one["tokens"], strict=True))
+            for at in [next((i for i, (a, b) in enumerate(zip(x, y, strict=True)) if a != b), None)]
+            if at is not None
+        ]
+        margins = [abs(top[0] - top[1]) if len(top) > 1 else 0.0 for _, _, top in parted]
+        rows[name] = {
+            "mean": round(sum(gaps) / len(gaps), 5),
+            "largest": round(max(gaps), 4),
+            "same_tokens": f"{len(one['tokens']) - len(parted)} of {len(one['tokens'])} prompts",
+            "widest_gap_where_they_part": round(max(margins, default=0.0), 4),
+        }
+        ok &= rows[name]["mean"] <= MEAN and max(margins, default=0.0) <= TIE
+    facts = {name: f"mean {row['mean']}" for name, row in rows.items()}
+    return {"ok": ok, "facts": facts, "rows": rows, "allowed": {"mean": MEAN, "gap": TIE}}
+
+
+def report(out: pathlib.Path) -> str:
+    results = {
+        name: json.loads((out / f"{name}.json").read_text()) for name in STAGES if (out / f"{name}.json").exists()
+    }
+    machine = results.get("tp1", {})
+    lines = [
+        "# Several GPUs",
+        "",
+        "Written by `benchmarks/serving/prove_multi_gpu.py --report`; do not edit. Stock vLLM 0.33.0 with this plugin,",
+        "checkpoint `tiny`, every layer computed for every token. Log-probabilities of the same prompts against one",
+        "GPU, and greedy tokens, 64 for each of eight prompts; where they part, the gap between one GPU's two best.",
+        "",
+        f"GPUs: two {machine.get('gpu')}, code for {machine.get('lowering')}; torch {machine.get('torch')}, "
+        f"Triton {machine.get('triton')}.",
+        "",
+        "| layout | result | boot, s | mean difference | largest | same tokens | widest gap where they part |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    rows = results.get("compare", {}).get("rows", {})
+    for name in LAYOUTS:
+        if name not in results:
+            lines.append(f"| {name} | not run | | | | | |")
+            continue
+        row, run = rows.get(name, {}), results[name]
+        cells = [row.get(k, "") for k in ("mean", "largest", "same_tokens", "widest_gap_where_they_part")]
+        verdict = "ok" if run["ok"] else "FAILED"
+        lines.append(
+            f"| {name} | {verdict} | {run.get('facts', {}).get('boot_s', '')} | " + " | ".join(map(str, cells)) + " |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def inside(name: str, args: argparse.Namespace) -> None:
+    try:
+        result = compare(args.out) if name == "compare" else layout(name, args.model, args.out)
+        result.setdefault("ok", True)
+    except Exception:
+        result = {"ok": False, "error": traceback.format_exc(limit=-6)}
+    (args.out / f"{name}.json").write_text(json.dumps(result))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stage", action="append", choices=STAGES)
+    parser.add_argument("--inside", choices=STAGES, help=argparse.SUPPRESS)
+    parser.add_argument("--model", type=pathlib.Path)
+    parser.add_argument("--out", type=pathlib.Path, required=True)
+    parser.add_argument("--capability", help="8.0 or 8.6: prove on newer GPUs in the Ampere disguise")
+    parser.add_argument("--together", action="store_true", help="start every layout at once")
+    parser.add_argument("--commit", default="", help="recorded with the results")
+    parser.add_argument("--again", action="store_true", help="run stages that have a result")
+    parser.add_argument("--tail", type=int, default=25, help="log lines shown of a failed stage")
+    parser.add_argument("--report", action="store_true")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    if args.report:
+        print(report(args.out), end="")
+        return 0
+    if args.inside:
+        inside(args.inside, args)
+        return 0
+    names = args.stage or list(STAGES)
+    if args.together:
+        os.environ["PROVE_SHARED_GPU"] = "1"
+    with ThreadPoolExecutor(len(LAYOUTS) if args.together else 1) as pool:
+        failed = sum(pool.map(lambda name: run_stage(name, args), [n for n in names if n != "compare"]))
+    if "compare" in names:
+        failed += run_stage("compare", args)
+    return min(failed, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
