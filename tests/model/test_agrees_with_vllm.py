@@ -17,7 +17,7 @@ from deepinfer_sm80.model.config import preset
 from deepinfer_sm80.model.forward import TextModel
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results/nvidia-h200/prove_ampere"
-NONCES = (("0 ", 1), ("7919 ", 2))  # benchmarks/serving/prompts.py, the first two lengths
+NONCES = (("0 ", 1), ("7919 ", 2))  # model/prose.py, the first two lengths
 ULP = 2.0**-5
 
 

@@ -9,11 +9,7 @@ from deepinfer_sm80.testing.compare import assert_agrees
 from deepinfer_sm80.testing.poison import poisoned_empty
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-CASES = [
-    pytest.param(op, kwargs, id=f"{op}-{case}")
-    for op in ops.OPS
-    for case, kwargs in ops.spec(op).cases(DEVICE)
-]
+CASES = [pytest.param(op, kwargs, id=f"{op}-{case}") for op in ops.OPS for case, kwargs in ops.spec(op).cases(DEVICE)]
 
 
 @pytest.mark.parametrize(("op", "kwargs"), CASES)
