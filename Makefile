@@ -18,7 +18,7 @@ ARGS ?=
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
 
-demo: $(STAMP)  ## write a tiny checkpoint and push real text through the operators, on this machine
+demo: $(STAMP)  ## write a tiny checkpoint and push real text through the operators and the model, on this machine
 	@$(BIN)/deepinfer-sm80 demo $(ARGS)
 
 test: lint $(VLLM) $(TRITON38)  ## lint, types and every test that is not slow
@@ -35,6 +35,7 @@ docs: $(STAMP)  ## write the generated tables of docs/
 	@$(BIN)/deepinfer-sm80 ops --markdown > docs/.operators.new && mv docs/.operators.new docs/operators.md
 	@$(BIN)/deepinfer-sm80 env --markdown > docs/.environment.new && mv docs/.environment.new docs/environment.md
 	@$(BIN)/deepinfer-sm80 plan --page > docs/.05.new && mv docs/.05.new docs/05_TOPOLOGY_1M_CONTEXT_ANALYSIS_SM80.md
+	@$(BIN)/deepinfer-sm80 sensitivity --page benchmarks/results/cpu/sensitivity.json > docs/.sensitivity.new && mv docs/.sensitivity.new docs/sensitivity.md
 
 clean:  ## remove the virtual environment, caches and build outputs
 	@rm -rf $(VENV) .vllm .triton38 build dist .pytest_cache .mypy_cache .ruff_cache src/*.egg-info

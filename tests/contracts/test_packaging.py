@@ -38,7 +38,9 @@ def test_wheel_holds_every_source_file_and_the_licence(wheel):
     assert wheel.filename.endswith(f"deepinfer_sm80-{deepinfer_sm80.__version__}-py3-none-any.whl")
     names = set(wheel.namelist())
     sources = {p.relative_to(ROOT / "src").as_posix() for p in (ROOT / "src/deepinfer_sm80").rglob("*.py")}
-    assert sources | {"deepinfer_sm80/py.typed", "deepinfer_sm80/model/prose.txt"} <= names
+    assert (
+        sources | {f"deepinfer_sm80/{name}" for name in ("py.typed", "model/prose.txt", "model/readout.json")} <= names
+    )
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert not [name for name in names if name.startswith(("tests", "benchmarks"))]
 

@@ -7,10 +7,13 @@ DeepSeek's tokenizer, paragraphs from this project's documents and docstrings as
 from __future__ import annotations
 
 import functools
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deepinfer_sm80.errors import UnsupportedOptionError
+from deepinfer_sm80.model.requirements import require
+from deepinfer_sm80.model.tokenizer_files import installed_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -46,3 +49,10 @@ def prompts(encode: Callable[[str], Sequence[int]], lengths: Sequence[int] = LEN
         found.append((nonce + ids[at : at + length])[:length])
         at += length + _GAP
     return found
+
+
+@functools.cache
+def token_ids() -> frozenset[int]:
+    """The token ids that the text contains. Raises MissingPackageError without the tokenizer's packages."""
+    tokenizer = require("tokenizers").Tokenizer.from_str(json.dumps(installed_tokenizer()))
+    return frozenset(tokenizer.encode(prose(), add_special_tokens=False).ids)
