@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
     from deepinfer_sm80.model.config import ModelConfig
 
-GAIN = 4.0
-MARGIN = 0.06
+GAIN = 3.5
+MARGIN = 0.048
 
 _LARGEST = 127
 _STEPS = 100_000
@@ -54,7 +54,7 @@ def stored_form(u: torch.Tensor, seed: int) -> dict[str, Any]:
 
 
 def fit(
-    complete: torch.Tensor, shifts: Sequence[torch.Tensor], rounding: torch.Tensor, spread: float = 0.02
+    complete: torch.Tensor, shifts: Sequence[torch.Tensor], rounding: torch.Tensor, spread: float = 0.0003
 ) -> torch.Tensor:
     """u float32 [hidden] from hidden states of the text.
 
