@@ -14,7 +14,8 @@ import urllib.request
 from typing import TYPE_CHECKING, Any
 
 import timing
-from prompts import token_ids
+
+from deepinfer_sm80.model.prose import prompts as prose_prompts
 
 if TYPE_CHECKING:
     import pathlib
@@ -32,6 +33,10 @@ def apply_disguise() -> None:
         import ampere_disguise
 
         ampere_disguise.apply()
+
+
+def _prompts(tokenizer: Any) -> list[list[int]]:
+    return prose_prompts(lambda text: tokenizer.encode(text, add_special_tokens=False))
 
 
 def facts_of_machine() -> dict[str, Any]:
@@ -61,7 +66,7 @@ class Engine:
         shared = SHARED_GPU if os.environ.get("PROVE_SHARED_GPU") else {}
         self.llm = LLM(model=str(model), **shared, **options)
         self.boot_s = round(time.time() - start, 1)
-        self.prompts = token_ids(self.llm.get_tokenizer())
+        self.prompts = _prompts(self.llm.get_tokenizer())
 
     def generate(self, prompts: list[list[int]], tokens: int = NEW_TOKENS, **options: Any) -> list[Any]:
         from vllm import SamplingParams
@@ -209,7 +214,7 @@ def serve(model: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
     apply_disguise()
     from transformers import AutoTokenizer
 
-    prompts = token_ids(AutoTokenizer.from_pretrained(model))
+    prompts = _prompts(AutoTokenizer.from_pretrained(model))
     log = (out / "serve-server.log").open("w")
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--port", str(PORT)]
     if os.environ.get("PROVE_SHARED_GPU"):

@@ -48,6 +48,7 @@ def test_disagreement_is_shown_and_fails(monkeypatch, capsys, tmp_path):
     wrong = type(wrong)(OP, False, "mhc_post.out: worst element 9 ulp", 0.5, wrong.values, wrong.arguments)
     (tmp_path / "config.json").write_text("{}", encoding="utf-8")
     monkeypatch.setattr("deepinfer_sm80.cli.demo_operators.walk", lambda directory, device: iter([("T3", wrong)]))
+    monkeypatch.setattr("deepinfer_sm80.cli.demo._print_sensitivity", lambda directory, device: None)
     assert main(["demo", "--dir", str(tmp_path), "--device", "cpu"]) == 1
     out = capsys.readouterr().out
     assert "DISAGREES" in out

@@ -1,13 +1,16 @@
 """The generated pages say what the code says now, and links in the documents lead somewhere."""
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
 from deepinfer_sm80 import envs
-from deepinfer_sm80.cli import env
+from deepinfer_sm80.cli import env, sensitivity
 from deepinfer_sm80.cli import ops as ops_command
+from deepinfer_sm80.model.sensitivity import ROUNDING, ROUNDING_NOISE, SENSITIVITY
+from deepinfer_sm80.model.switches import COMPONENTS
 from deepinfer_sm80.ops import OPS
 
 ROOT = Path(__file__).parents[2]
@@ -20,6 +23,15 @@ def test_operator_page():
 
 def test_environment_page():
     assert (ROOT / "docs/environment.md").read_text(encoding="utf-8") == env.page(), "run make docs"
+
+
+def test_sensitivity_page_shows_the_committed_measurement_and_every_component():
+    measured = json.loads((ROOT / "benchmarks/results/cpu/sensitivity.json").read_text(encoding="utf-8"))
+    text = (ROOT / "docs/sensitivity.md").read_text(encoding="utf-8")
+    assert text == sensitivity.page(measured), "run make docs"
+    assert [change["what"] for change in measured["changes"]] == [ROUNDING_NOISE, *COMPONENTS]
+    assert all(change["mean"] <= -SENSITIVITY for change in measured["changes"][1:])
+    assert measured["changes"][0]["size"] <= ROUNDING
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -38,7 +38,9 @@ def test_wheel_holds_every_source_file_and_the_licence(wheel):
     assert wheel.filename.endswith(f"deepinfer_sm80-{deepinfer_sm80.__version__}-py3-none-any.whl")
     names = set(wheel.namelist())
     sources = {p.relative_to(ROOT / "src").as_posix() for p in (ROOT / "src/deepinfer_sm80").rglob("*.py")}
-    assert sources | {"deepinfer_sm80/py.typed"} <= names
+    assert (
+        sources | {f"deepinfer_sm80/{name}" for name in ("py.typed", "model/prose.txt", "model/readout.json")} <= names
+    )
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert not [name for name in names if name.startswith(("tests", "benchmarks"))]
 
@@ -64,7 +66,7 @@ def test_dev_extra_is_the_list_the_makefile_installs():
     lines = (ROOT / "requirements/test.txt").read_text(encoding="utf-8").splitlines()
     pins = [line.partition("#")[0].strip() for line in lines]
     assert sorted(p for p in pins if p) == sorted(PROJECT["optional-dependencies"]["dev"])
-    assert all(re.fullmatch(r"[a-z-]+==[\d.]+", p) for p in pins if p)
+    assert all(re.fullmatch(r"[a-z0-9-]+==[\d.]+", p) for p in pins if p)
 
 
 def test_the_wheel_that_is_read_is_of_the_supported_release():

@@ -1,7 +1,7 @@
 """The command ``deepinfer-sm80``. Each subcommand is a module here with ``add_parser(subparsers)`` and ``run(args)``.
 
 Exit codes: 0 yes, 1 no (``doctor``: would not serve; ``demo``, ``verify``: an operator disagrees; ``plan``: nothing
-fits), 2 an error in what was asked.
+fits; ``sensitivity``: a component goes unnoticed), 2 an error in what was asked.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ COMMANDS: dict[str, str] = {
     "env": "env",
     "make-checkpoint": "make_checkpoint",
     "plan": "plan",
+    "sensitivity": "sensitivity",
 }
 
 

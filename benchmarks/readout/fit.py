@@ -1,0 +1,80 @@
+"""Fits the direction that a preset's head reads, and stores it in src/deepinfer_sm80/model/readout.json.
+
+    python benchmarks/readout/fit.py tiny --lengths 1500 [--device cuda] [--seed 0] [--states DIR]
+
+Fourteen passes of the specification over prompts of the frozen text: complete, with rounding noise, and without each
+component. On two CPU cores a pass of 1,500 tokens of ``tiny`` takes about a minute. ``--states`` keeps the last hidden
+states, and takes those that are there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+
+from deepinfer_sm80.model import prose, readout
+from deepinfer_sm80.model.config import preset
+from deepinfer_sm80.model.engram_hash import compress_vocabulary
+from deepinfer_sm80.model.sensitivity import ROUNDING_NOISE, Generated, Model, rounding_noise
+from deepinfer_sm80.model.switches import COMPONENTS
+from deepinfer_sm80.model.tokenizer_files import tokenizer_files
+
+STORED = Path(readout.__file__).with_name("readout.json")
+
+
+@torch.no_grad()
+def states(model: Model, prompts: list[list[int]], what: str, kept: Path | None) -> torch.Tensor:
+    """float32 [sum of lengths, hidden]: last hidden states, complete ("") or without ``what``."""
+    file = kept / f"{what or 'complete'}.pt" if kept else None
+    if file and file.exists():
+        return torch.load(file)
+    found = model.without(*[what] if what in COMPONENTS else [])
+    if what == ROUNDING_NOISE:
+        with rounding_noise():
+            result = torch.cat([found.hidden(prompt) for prompt in prompts]).float().cpu()
+    else:
+        result = torch.cat([found.hidden(prompt) for prompt in prompts]).float().cpu()
+    if file:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(result, file)
+    return result
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("preset")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1500])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--states", type=Path)
+    args = parser.parse_args()
+
+    config = preset(args.preset)
+    tokenizer = Tokenizer.from_str(tokenizer_files(config)["tokenizer.json"])
+    found = prose.prompts(lambda text: tokenizer.encode(text, add_special_tokens=False).ids)
+    prompts = [prompt for prompt in found if len(prompt) in args.lengths]
+    source = Generated(config, args.seed)
+    model = Model(config, source, compress_vocabulary(tokenizer)[0], args.device)
+
+    complete = states(model, prompts, "", args.states)
+    rounding = states(model, prompts, ROUNDING_NOISE, args.states) - complete
+    shifts = []
+    for name in COMPONENTS:
+        shifts.append((states(model, prompts, name, args.states) - complete).mean(0))
+        print(f"{name:20} mean shift {shifts[-1].norm() / complete.norm(dim=1).mean():.4f} of the state", flush=True)
+    u = readout.fit(complete, shifts, rounding)
+    read, moved = complete @ u, (rounding @ u).abs()
+    print(f"u . h: {read.mean():.4f}, deviation {read.std():.4f}, rounding {moved.mean():.5f}")
+    stored = json.loads(STORED.read_text(encoding="utf-8"))
+    stored[args.preset] = {"lengths": args.lengths, **readout.stored_form(u, args.seed)}
+    STORED.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
