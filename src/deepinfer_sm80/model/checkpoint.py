@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 500_000_000
 
+_CODES = ("F8_E4M3", "F8_E8M0", "I8")
+_SHOWN = 60  # characters of what was found
 _HEADROOM = 64_000_000  # tokenizer, headers, index: never more than this
 
 
@@ -74,7 +76,8 @@ def write_checkpoint(
 def read_headers(directory: str | Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Name -> (safetensors dtype, shape) of every tensor in ``directory``, from the headers alone.
 
-    Raises CheckpointError if there are no shards, a shard is damaged, or the index disagrees with the shards.
+    Raises CheckpointError if there are no shards, a shard or the index is damaged, the index disagrees with the shards,
+    or a name is in two of them.
     """
     return {name: entry for name, (_, entry, _) in _locate(Path(directory)).items()}
 
@@ -82,7 +85,8 @@ def read_headers(directory: str | Path) -> dict[str, tuple[str, tuple[int, ...]]
 def load_tensor(directory: str | Path, name: str) -> torch.Tensor:
     """One tensor on the CPU: BF16 as bfloat16, F32 as float32; F8_E4M3, F8_E8M0 and I8 as their uint8 codes.
 
-    Reads every header each time; ``Reader`` reads them once. Raises CheckpointError for an unknown name.
+    Reads every header each time; ``Reader`` reads them once. Raises CheckpointError for an unknown name and for
+    any other dtype.
     """
     return Reader(directory).load(name)
 
@@ -106,7 +110,11 @@ class Reader:
                 path=self.path, problem=f"it has no tensor {name}", remedy="See read_headers for the names it has"
             )
         file, entry, offset = self._places[name]
-        dtype = {"BF16": torch.bfloat16, "F32": torch.float32}.get(entry[0], torch.uint8)
+        dtypes = {"BF16": torch.bfloat16, "F32": torch.float32, **dict.fromkeys(_CODES, torch.uint8)}
+        if entry[0] not in dtypes:
+            problem = f"{name} is {entry[0]}, must be one of {', '.join(dtypes)}"
+            raise CheckpointError(path=file, problem=problem, remedy="Use a checkpoint in the released form")
+        dtype = dtypes[entry[0]]
         if not math.prod(entry[1]):
             return torch.empty(entry[1], dtype=dtype)
         buffer = bytearray(safetensors_file.tensor_bytes(entry))
@@ -118,24 +126,44 @@ class Reader:
 
 
 def _locate(directory: Path) -> dict[str, tuple[Path, safetensors_file.Entry, int]]:
+    """Name -> (file, entry, offset). With an index, only the files it names, as vLLM reads them."""
     files = sorted(directory.glob("*.safetensors"))
     if not files:
         remedy = "Name a directory with a downloaded checkpoint, or one made by: deepinfer-sm80 make-checkpoint"
         raise CheckpointError(path=directory, problem="there are no *.safetensors files here", remedy=remedy)
-    places = {}
-    for file in files:
-        for name, (entry, offset) in safetensors_file.read_header(file).items():
-            places[name] = (file, entry, offset)
     index = directory / INDEX
-    if index.exists():
-        listed = json.loads(index.read_text())["weight_map"]
-        absent = [name for name, file in listed.items() if name not in places or places[name][0].name != file]
-        if absent:
-            problem = (
-                f"{len(absent)} tensors of the index are not in the file it names ({absent[0]} in {listed[absent[0]]})"
-            )
-            raise CheckpointError(path=directory, problem=problem, remedy="Download the missing shards")
+    listed = _weight_map(index) if index.exists() else None
+    named = {file.name for file in files} if listed is None else set(listed.values())
+    places: dict[str, tuple[Path, safetensors_file.Entry, int]] = {}
+    for file in (file for file in files if file.name in named):
+        for name, (entry, offset) in safetensors_file.read_header(file).items():
+            if name in places:
+                problem = f"{name} is in {places[name][0].name} and in {file.name}"
+                remedy = f"Keep one of the two, or the {INDEX} that leaves one out"
+                raise CheckpointError(path=directory, problem=problem, remedy=remedy)
+            places[name] = (file, entry, offset)
+    listed = listed or {}
+    absent = [name for name, file in listed.items() if name not in places or places[name][0].name != file]
+    if absent:
+        problem = (
+            f"{len(absent)} tensors of the index are not in the file it names ({absent[0]} in {listed[absent[0]]})"
+        )
+        raise CheckpointError(path=directory, problem=problem, remedy="Download the missing shards")
     return places
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Tensor name -> file name, from an index file."""
+    remedy = "Download the index again, or remove it if all shards in this directory belong together"
+    try:
+        content = json.loads(index.read_bytes(), object_pairs_hook=safetensors_file.unique_keys)
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(path=index, problem=f"the index cannot be read ({error})", remedy=remedy) from error
+    found = content.get("weight_map") if isinstance(content, dict) else content
+    if not isinstance(found, dict) or not all(isinstance(file, str) for file in found.values()):
+        problem = f"the index must hold a weight_map of tensor names to file names, found {str(found)[:_SHOWN]}"
+        raise CheckpointError(path=index, problem=problem, remedy=remedy)
+    return found
 
 
 def _plan(tensors: Tensors) -> dict[str, Tensors]:

@@ -17,7 +17,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from pathlib import Path
 
-ITEM_BYTES = {"BF16": 2, "F32": 4, "F8_E4M3": 1, "F8_E8M0": 1, "I8": 1}
+ITEM_BYTES = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0"), 1),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
+    **dict.fromkeys(("U32", "I32", "F32"), 4),
+    **dict.fromkeys(("U64", "I64", "F64"), 8),
+}
 
 _LONGEST_HEADER = 100_000_000  # the bound of the format's own readers
 _ALIGNMENT = 8
@@ -65,19 +70,38 @@ def write(path: Path, entries: Mapping[str, Entry], data: Iterable[tuple[str, An
 def read_header(path: Path) -> dict[str, tuple[Entry, int]]:
     """Name -> ((dtype, shape), absolute offset of the data) of one file, reading nothing but its header.
 
-    Raises CheckpointError if the header is not one, or if the file is shorter or longer than its header says.
+    Raises CheckpointError if the file cannot be read, if its header is not one, if the tensors do not fill the data
+    without gap or overlap, each with the bytes of its dtype and shape, or if the file is shorter or longer than that.
     """
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        header, start = _parse(file, path, size)
-    end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            header, start = _parse(file, path, size)
+    except OSError as error:
+        problem = f"it cannot be read ({error.strerror or error})"
+        raise CheckpointError(path=path, problem=problem, remedy="Check that it is a file you may read") from error
+    spans = {name: _span(path, name, value) for name, value in header.items()}
+    end = 0
+    for name, (_, begin, stop) in sorted(spans.items(), key=lambda item: item[1][1:]):
+        if begin != end:
+            problem = (
+                f"the data of {name} must begin at byte {end}, where the tensor before it ends, and begins at {begin}"
+            )
+            raise CheckpointError(path=path, problem=problem, remedy=_TORN)
+        end = stop
     if start + end != size:
         problem = f"its header describes {start + end} bytes and the file has {size}"
         raise CheckpointError(path=path, problem=problem, remedy=_TORN)
-    return {
-        name: ((entry["dtype"], tuple(entry["shape"])), start + entry["data_offsets"][0])
-        for name, entry in header.items()
-    }
+    return {name: (entry, start + begin) for name, (entry, begin, _) in spans.items()}
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """For ``json.loads(object_pairs_hook=)``: a dict, or ValueError for a name that stands twice in one object."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} stands there twice")
+    return found
 
 
 def _parse(file: BinaryIO, path: Path, size: int) -> tuple[dict[str, Any], int]:
@@ -85,11 +109,35 @@ def _parse(file: BinaryIO, path: Path, size: int) -> tuple[dict[str, Any], int]:
     if size < 8 or not 0 < length <= min(size - 8, _LONGEST_HEADER):
         raise CheckpointError(path=path, problem="this is not a complete safetensors file", remedy=_TORN)
     try:
-        header = json.loads(file.read(length))
-        header.pop("__metadata__", None)
-        well_formed = all({"dtype", "shape", "data_offsets"} <= entry.keys() for entry in header.values())
-    except (ValueError, AttributeError) as error:
+        header = json.loads(file.read(length), object_pairs_hook=unique_keys)
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(path=path, problem=f"the header cannot be read ({error})", remedy=_TORN) from error
-    if not well_formed:
-        raise CheckpointError(path=path, problem="a tensor without dtype, shape or data_offsets", remedy=_TORN)
+    if not isinstance(header, dict):
+        problem = f"the header must be a JSON object, found a {type(header).__name__}"
+        raise CheckpointError(path=path, problem=problem, remedy=_TORN)
+    header.pop("__metadata__", None)
     return header, 8 + length
+
+
+def _span(path: Path, name: str, value: Any) -> tuple[Entry, int, int]:
+    """(dtype, shape), begin and end of the data of one entry of a header."""
+
+    def require(ok: bool, what: str, allowed: str, found: object) -> None:
+        if not ok:
+            problem = f"{what} of {name} must be {allowed}, found {found!r}"
+            raise CheckpointError(path=path, problem=problem, remedy=_TORN)
+
+    fields = {"dtype", "shape", "data_offsets"}
+    require(isinstance(value, dict) and fields <= value.keys(), "the entry", "dtype, shape and data_offsets", value)
+    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    require(isinstance(dtype, str) and dtype in ITEM_BYTES, "the dtype", f"one of {', '.join(ITEM_BYTES)}", dtype)
+    require(_sizes(shape), "the shape", "a list of integers, 0 or larger", shape)
+    require(_sizes(offsets) and len(offsets) == 2, "data_offsets", "two integers, 0 or larger", offsets)
+    entry = (dtype, tuple(shape))
+    begin, end = offsets
+    require(end - begin == tensor_bytes(entry), "data_offsets", f"{tensor_bytes(entry)} bytes apart", offsets)
+    return entry, begin, end
+
+
+def _sizes(value: Any) -> bool:
+    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
