@@ -82,3 +82,7 @@ class ImageInputError(DeepInferError, ValueError):
 
 class PlanError(DeepInferError, ValueError):
     template = "Plan: {option} must be {allowed}, got {found}. {remedy}"
+
+
+class SequenceStateError(DeepInferError, ValueError):
+    template = "Sequence state: {what} must be {allowed}, found {found}. {remedy}"

@@ -112,8 +112,8 @@ def test_index_scores_and_choice_are_the_operators(micro, yarn, layer):
     n, T = 70 // ratio, 70
     latent, at, positions = randn(n, 512).bfloat16(), torch.arange(n) * ratio, torch.arange(T)
     qr, x = randn(T, micro.q_lora_rank, seed=1).bfloat16(), randn(T, micro.hidden_size, seed=2).bfloat16()
-    keys = indexer.KeyMaker(micro, weights, layer)(latent, at, yarn)
-    chooser = indexer.Indexer(micro, weights, layer)
+    keys = indexer.KeyMaker(micro, weights, layer, Switches())(latent, at, yarn)
+    chooser = indexer.Indexer(micro, weights, layer, Switches())
     chooser.topk, chooser.blocks = 11, 3
     lengths = (positions + 1) // ratio
     scores = chooser.scores(qr, x, positions, yarn, keys)
@@ -142,7 +142,7 @@ def test_index_scores_and_choice_are_the_operators(micro, yarn, layer):
 
 
 def test_engram_rows_are_the_hash_and_the_lookup(micro):
-    engram = Engram(micro, weights_of(micro, "layers.1.engram"), 1, pad=7)
+    engram = Engram(micro, weights_of(micro, "layers.1.engram"), 1, 7, Switches())
     history = torch.tensor([5, 99, -1, 3, 3, 88, 1000, 12])
     primes = engram_hash.bucket_primes(1, 100, 4, 8)[0]
     want = [

@@ -17,6 +17,7 @@ from deepinfer_sm80.model import linear
 if TYPE_CHECKING:
     from deepinfer_sm80.model.config import ModelConfig
     from deepinfer_sm80.model.linear import Weights
+    from deepinfer_sm80.model.state import Ring
     from deepinfer_sm80.model.switches import Switches
 
 
@@ -30,13 +31,19 @@ class Compressor:
         self.wkv, self.norm = weights.matrix(f"{prefix}.wkv"), weights.norm(f"{prefix}.norm")
         self.wgate = weights.matrix(f"{prefix}.wgate") if self.ratio > 1 else None
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x bfloat16 [T, H] from a group's first token on -> latents bfloat16 [T // ratio, 512]."""
-        whole = len(x) // self.ratio * self.ratio
-        k = linear.product(x[:whole], self.wkv)
-        if self.wgate is not None:
-            shape = (-1, self.ratio, k.shape[-1])
-            gate = linear.product(x[:whole], self.wgate).view(shape)
-            share = gate.softmax(1) if self.pooling else torch.full_like(gate, 1 / self.ratio)
-            k = (share * k.view(shape)).sum(1)
-        return linear.rms_norm(k, self.norm, self.eps)
+    def __call__(self, x: torch.Tensor, start: int, ring: Ring | None) -> torch.Tensor:
+        """x bfloat16 [T, H] of the tokens at ``start`` .. start + T - 1 -> latents bfloat16 [n, 512] of the rows that
+        they close: ``start`` // ratio .. (start + T) // ratio - 1. With ratio 2, ``ring`` holds the open half of a pair
+        and takes in these tokens."""
+        k = linear.product(x, self.wkv)
+        if self.wgate is None or ring is None:
+            return linear.rms_norm(k, self.norm, self.eps)
+        gate = linear.product(x, self.wgate)
+        halves = [ring.read(start - 1)] if start % self.ratio else []
+        ring.write(start, k, gate)
+        k, gate = (torch.cat(parts) for parts in zip(*halves, (k, gate), strict=True))
+        whole = len(k) // self.ratio * self.ratio
+        shape = (-1, self.ratio, k.shape[-1])
+        k, gate = k[:whole].view(shape), gate[:whole].view(shape)
+        share = gate.softmax(1) if self.pooling else torch.full_like(gate, 1 / self.ratio)
+        return linear.rms_norm((share * k).sum(1), self.norm, self.eps)

@@ -20,6 +20,7 @@ from deepinfer_sm80.ops.formats import e4m3, ue8m0
 if TYPE_CHECKING:
     from deepinfer_sm80.model.config import ModelConfig
     from deepinfer_sm80.model.linear import Weights
+    from deepinfer_sm80.model.switches import Switches
 
 _SMALLEST = 1e-6
 
@@ -27,7 +28,7 @@ _SMALLEST = 1e-6
 class Engram:
     """The Engram in front of layer ``layer``."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, layer: int, pad: int) -> None:
+    def __init__(self, config: ModelConfig, weights: Weights, layer: int, pad: int, switches: Switches) -> None:
         prefix, order = f"layers.{layer}.engram", config.engram_max_ngram_size
         number = config.engram_layer_ids.index(layer)
         everything = engram_hash.bucket_primes(
@@ -36,16 +37,17 @@ class Engram:
         self.primes = torch.tensor(everything[number], device=weights.device)
         self.offsets = torch.tensor(engram_hash.bucket_offsets(everything[number]), device=weights.device)
         self.multipliers = engram_hash.hash_multipliers(layer, order, config.engram_compressed_vocab_size)
-        self.pad, self.eps = pad, config.rms_norm_eps
+        self.pad, self.eps, self.rounded = pad, config.rms_norm_eps, linear.input_rounding(switches)
         self.codes = weights.tensor(f"{prefix}.embed.weight")
         self.scales = weights.tensor(f"{prefix}.embed.scale")
         self.wkv = weights.matrix(f"{prefix}.wkv")
         self.gain = weights.tensor(f"{prefix}.q_weight").float() * weights.tensor(f"{prefix}.k_weight").float()
 
     def __call__(self, X: torch.Tensor, history: torch.Tensor) -> torch.Tensor:
-        """X bfloat16 [T, S, H]; ``history`` int64 [>= T]: compressed ids, the last T of them those of X."""
+        """X bfloat16 [T, S, H]; ``history`` int64 [>= T]: compressed ids of the sequence, the last T of them X's."""
         T, S, H = X.shape
-        out = linear.project(self.rows(history)[-T:], self.wkv)
+        history = history[max(len(history) - T - len(self.multipliers) + 1, 0) :]
+        out = linear.project(self.rounded(self.rows(history)[len(history) - T :]), self.wkv)
         K, V = out[:, : S * H].view(T, S, H).float(), out[:, S * H :].float()
         x = X.float()
         d = (x * self.gain * K).sum(-1)

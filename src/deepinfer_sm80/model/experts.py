@@ -25,15 +25,16 @@ if TYPE_CHECKING:
 class Expert:
     """Three matrices and the clamp."""
 
-    def __init__(self, weights: Weights, prefix: str, limit: float) -> None:
+    def __init__(self, weights: Weights, prefix: str, limit: float, switches: Switches) -> None:
         self.w1, self.w2, self.w3 = (weights.matrix(f"{prefix}.{name}") for name in ("w1", "w2", "w3"))
-        self.limit = limit
+        self.limit, self.rounded = limit, linear.input_rounding(switches)
 
     def activation(self, x: torch.Tensor) -> torch.Tensor:
-        """x bfloat16 [T, H] -> bfloat16 [T, I]."""
+        """x bfloat16 [T, H] -> bfloat16 [T, I], the input of w2."""
+        x = self.rounded(x)
         gate, up = linear.project(x, self.w1).float(), linear.project(x, self.w3).float()
         gate = gate.clamp(max=self.limit)
-        return (gate * torch.sigmoid(gate) * up.clamp(-self.limit, self.limit)).bfloat16()
+        return self.rounded((gate * torch.sigmoid(gate) * up.clamp(-self.limit, self.limit)).bfloat16())
 
 
 class Experts:
@@ -47,9 +48,9 @@ class Experts:
         self.gate = weights.matrix(f"{prefix}.gate")
         bias = weights.tensor(f"{prefix}.gate.bias")
         self.bias = bias if switches.has("router_bias") else torch.zeros_like(bias)
-        self.experts = [Expert(weights, f"{prefix}.experts.{e}", limit) for e in range(total)]
+        self.experts = [Expert(weights, f"{prefix}.experts.{e}", limit, switches) for e in range(total)]
         shared = switches.has("shared_expert")
-        self.shared = Expert(weights, f"{prefix}.shared_experts", limit) if shared else None
+        self.shared = Expert(weights, f"{prefix}.shared_experts", limit, switches) if shared else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x bfloat16 [T, H] -> bfloat16 [T, H]."""

@@ -1,36 +1,57 @@
-"""The text model: logits of a whole prompt, in the order and with the roundings of vLLM 0.33.0 on Ampere.
+"""The text model: steps of a sequence and logits of a whole prompt, in the order and with the roundings of vLLM 0.33.0
+on Ampere.
 
     e = embedding;  X = e in four streams;  pre = select stream 0
     every layer:  [Engram]  mix, collapse, norm, attention, write back;  mix, collapse, norm, experts, write back
     h = collapse(X, pre of the last experts);  logits = bf16(head . rms(h, norm))
 A sublayer writes back with its own coefficients and collapses with those of the sublayer before.
+
+A step is one call for one sequence: a whole prompt, a chunk of it, one token or a token and its drafts. However a
+sequence is cut into steps, its results are the same bits where PyTorch's bfloat16 product treats rows alike (it does on
+x86 CPUs with AVX-512 BF16, 1 to 400 rows), unless ``Switches.bounded_replay`` trims (``replay``).
 """
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from deepinfer_sm80.model import linear, rope, streams
-from deepinfer_sm80.model.attention import Attention, Shared
+from deepinfer_sm80.model.attention import Attention, Step
 from deepinfer_sm80.model.checkpoint import Reader
 from deepinfer_sm80.model.config import ModelConfig
 from deepinfer_sm80.model.engram import Engram
 from deepinfer_sm80.model.engram_hash import compress_vocabulary
 from deepinfer_sm80.model.experts import Experts
+from deepinfer_sm80.model.replay import StepMode, last_full_layer
 from deepinfer_sm80.model.requirements import require
 from deepinfer_sm80.model.schema import check_tensors
+from deepinfer_sm80.model.state import Caches, State
 from deepinfer_sm80.model.switches import Switches
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from deepinfer_sm80.model.linear import Source
 
 _ROWS_AT_ONCE = 256  # logits in flight: 129280 float32 each, 132 MB
+
+
+class StepOutput(NamedTuple):
+    """What a step of T tokens gives.
+
+    hidden    bfloat16 [T, H]: what the head reads, normed; zeros in rows that were trimmed
+    kept      bool [T]: rows computed to the end
+    features  bfloat16 [T, F, H]: mean of the streams entering each of the F layers ``dspark_target_layer_ids``; zeros
+              in rows that were trimmed
+    """
+
+    hidden: torch.Tensor
+    kept: torch.Tensor
+    features: torch.Tensor
 
 
 class Layer:
@@ -41,7 +62,7 @@ class Layer:
     ) -> None:
         prefix = f"layers.{layer}"
         has_engram = layer in config.engram_layer_ids and sw.has("engram")
-        self.engram = Engram(config, weights, layer, pad) if has_engram else None
+        self.engram = Engram(config, weights, layer, pad, sw) if has_engram else None
         self.mixers = [streams.Mixer(config, weights, f"{prefix}.hc_{side}", sw) for side in ("attn", "ffn")]
         self.norms = [weights.norm(f"{prefix}.{side}_norm") for side in ("attn", "ffn")]
         self.attention = Attention(config, weights, layer, cos_sin, sw)
@@ -51,26 +72,28 @@ class Layer:
         self.eps, self.switches = config.rms_norm_eps, sw
 
     def __call__(
-        self, X: torch.Tensor, pre: torch.Tensor, positions: torch.Tensor, history: torch.Tensor, shared: Shared
+        self, X: torch.Tensor, pre: torch.Tensor, step: Step, keep: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Streams bfloat16 [T, S, H] and the carried pre-mix float32 [T, S]: of the layer before -> of this layer."""
+        """Streams bfloat16 [T, S, H] and the carried pre-mix float32 [T, S]: of the layer before -> of this layer.
+
+        With ``keep`` every row leaves what the caches hold, and only the last ``keep`` rows go on.
+        """
         if self.engram is not None:
-            X = self.engram(X, history)
+            X = self.engram(X, step.state.history)
+        mix, x = self._enter(0, X, pre)
+        self.attention.write(x, step)
+        if keep is not None:
+            X, x, mix = X[-keep:], x[-keep:], streams.Coefficients(*(part[-keep:] for part in mix))
+            step.positions = step.positions[-keep:]
+        y = self.attention(x, step) if self.switches.has("attention") else torch.zeros_like(x)
+        X, pre = streams.write_back(X, y, mix), mix.pre
+        mix, x = self._enter(1, X, pre)
+        return streams.write_back(X, self.experts(x), mix), mix.pre
 
-        def attention(x: torch.Tensor) -> torch.Tensor:
-            y = self.attention(x, positions, shared)
-            return y if self.switches.has("attention") else torch.zeros_like(y)
-
-        X, pre = self._sublayer(0, X, pre, attention)
-        return self._sublayer(1, X, pre, self.experts)
-
-    def _sublayer(
-        self, side: int, X: torch.Tensor, pre: torch.Tensor, run: Callable[[torch.Tensor], torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _enter(self, side: int, X: torch.Tensor, pre: torch.Tensor) -> tuple[streams.Coefficients, torch.Tensor]:
         mix = self.mixers[side](X)
         x = streams.collapse(X, pre if self.switches.has("delayed_premix") else mix.pre)
-        y = run(linear.rms_norm(x, self.norms[side], self.eps))
-        return streams.write_back(X, y, mix), mix.pre
+        return mix, linear.rms_norm(x, self.norms[side], self.eps)
 
 
 class TextModel:
@@ -88,7 +111,7 @@ class TextModel:
         weights = linear.Weights(source, self.device)
         self.compressed_ids = torch.tensor(compressed_ids, device=self.device)
         self.embed, self.head = weights.matrix("embed"), weights.matrix("head")
-        self.norm = weights.norm("norm")
+        self.norm, self.cut = weights.norm("norm"), last_full_layer(config)
         rows = config.max_position_embeddings
         tables = [rope.table(config, compressed, rows).to(self.device) for compressed in (False, True)]
         pad = int(self.compressed_ids[config.engram_pad_token_id])
@@ -109,25 +132,64 @@ class TextModel:
         tokenizer = require("tokenizers").Tokenizer.from_file(str(path / "tokenizer.json"))
         return cls(config, reader, compress_vocabulary(tokenizer)[0], switches, device)
 
-    def hidden(self, tokens: Sequence[int] | torch.Tensor) -> torch.Tensor:
-        """Token ids [T] -> what the head reads, bfloat16 [T, H]."""
+    def new_state(self) -> State:
+        """An empty sequence, in caches of its own."""
+        return State(Caches(self.config, self.switches.bounded_replay, self.device))
+
+    def step(
+        self,
+        tokens: Sequence[int] | torch.Tensor,
+        state: State,
+        mode: StepMode | None = None,
+        keep_all: bool = False,
+    ) -> StepOutput:
+        """Computes the next token ids [T] of ``state`` and moves it on.
+
+        ``mode`` (default: eager) and ``keep_all`` (prompt log-probabilities are wanted) matter under
+        ``Switches.bounded_replay`` only. Raises SequenceStateError beyond ``max_position_embeddings``.
+        """
         ids = torch.as_tensor(tokens, dtype=torch.int64, device=self.device)
-        positions, history, shared = torch.arange(len(ids), device=self.device), self.compressed_ids[ids], Shared()
+        T, window, start = len(ids), self.config.sliding_window, state.length
+        trims = self.switches.bounded_replay and self.cut is not None and not keep_all
+        keep = window if trims and (mode or StepMode()).trims(T, window) else T
+        state.begin(self.compressed_ids[ids])
+        step = Step(state, torch.arange(start, start + T, device=self.device), state.replay_start)
         X = self.embed[ids][:, None].repeat(1, self.config.hc_mult, 1)
-        pre = streams.first_pre(len(ids), self.config.hc_mult, self.device)
-        for layer in self.layers:
-            X, pre = layer(X, pre, positions, history, shared)
-        return linear.rms_norm(streams.collapse(X, pre), self.norm, self.config.rms_norm_eps)
+        pre = streams.first_pre(T, self.config.hc_mult, self.device)
+        entering = []
+        for number, layer in enumerate(self.layers):
+            if number in self.config.dspark_target_layer_ids:
+                entering.append(X[-keep:].float().mean(1).bfloat16())
+            X, pre = layer(X, pre, step, keep if keep < T and number == self.cut else None)
+            if keep < T and number == self.cut:
+                step.floor = max(state.replay_start, start + T - keep)
+        state.finish(range(self.cut + 1, len(self.layers)) if keep < T and self.cut is not None else (), keep)
+        hidden = linear.rms_norm(streams.collapse(X, pre), self.norm, self.config.rms_norm_eps)
+        features = torch.stack(entering, dim=1) if entering else hidden.new_zeros(keep, 0, hidden.shape[-1])
+        kept = torch.arange(T, device=self.device) >= T - keep
+        return StepOutput(_behind_zeros(hidden, T), kept, _behind_zeros(features, T))
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``StepOutput.hidden`` bfloat16 [T, H] -> bfloat16 [T, vocab]."""
+        return linear.project(hidden, self.head)
+
+    def hidden(self, tokens: Sequence[int] | torch.Tensor) -> torch.Tensor:
+        """Token ids [T] -> what the head reads, bfloat16 [T, H], every row computed to the end."""
+        return self.step(tokens, self.new_state(), keep_all=True).hidden
 
     def forward(self, tokens: Sequence[int] | torch.Tensor) -> torch.Tensor:
         """Token ids [T] -> logits bfloat16 [T, vocab]."""
-        return linear.project(self.hidden(tokens), self.head)
+        return self.logits(self.hidden(tokens))
 
     def prompt_logprobs(self, tokens: Sequence[int] | torch.Tensor) -> torch.Tensor:
         """Token ids [T] -> float32 [T - 1]: log-probability of every token but the first, given those before it."""
         ids = torch.as_tensor(tokens, dtype=torch.int64, device=self.device)
         found = []
         for h, following in zip(self.hidden(ids)[:-1].split(_ROWS_AT_ONCE), ids[1:].split(_ROWS_AT_ONCE), strict=True):
-            logits = linear.project(h, self.head).float()
+            logits = self.logits(h).float()
             found.append(logits.gather(1, following[:, None])[:, 0] - logits.logsumexp(-1))
         return torch.cat(found)
+
+
+def _behind_zeros(rows: torch.Tensor, T: int) -> torch.Tensor:
+    return torch.cat((rows.new_zeros(T - len(rows), *rows.shape[1:]), rows))

@@ -9,11 +9,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 import torch
+from torch.nn.functional import pad
 
-from deepinfer_sm80.ops.formats import fp8_block, mxfp4
+from deepinfer_sm80.ops.formats import fp8_block, mxfp4, mxfp8
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
+
+    from deepinfer_sm80.model.switches import Switches
+
+_ROWS = 32
 
 
 class Source(Protocol):
@@ -48,14 +53,39 @@ class Weights:
         return self.tensor(f"{name}.weight").float()
 
 
+def matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """float32 [T, K] and [N, K] -> float32 [T, N], 32 rows at a time, the last ones filled up with zeros.
+
+    The shape of a product decides the order of its sums. With one shape for all, a row's result does not depend on the
+    rows beside it, so that chunks and single tokens give the bits of a whole prompt.
+    """
+    blocks = [pad(block, (0, 0, 0, _ROWS - len(block))) @ weight.T for block in x.split(_ROWS)]
+    return torch.cat(blocks)[: len(x)]
+
+
 def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x bfloat16 [..., K], weight bfloat16 [N, K] -> float32 [..., N]: exact products, float32 sums."""
-    return x.float() @ weight.float().T
+    """x bfloat16 [T, K], weight bfloat16 [N, K] -> float32 [T, N]: exact products, float32 sums."""
+    return matmul(x.float(), weight.float())
 
 
 def project(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """``product`` rounded once to bfloat16. PyTorch's bfloat16 product is that: it sums in float32 on every device."""
     return x @ weight.T
+
+
+def input_rounding(switches: Switches) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What the input of an FP8 or FP4 matrix goes through, bfloat16 [..., K] -> bfloat16 [..., K]."""
+    return as_mxfp8 if switches.activation_quant else unchanged
+
+
+def as_mxfp8(x: torch.Tensor) -> torch.Tensor:
+    """bfloat16 [..., K] -> bfloat16 [..., K]: e4m3 with a power of two per 32, read back."""
+    return mxfp8.decode(*mxfp8.encode(x)).bfloat16()
+
+
+def unchanged(x: torch.Tensor) -> torch.Tensor:
+    """x itself."""
+    return x
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

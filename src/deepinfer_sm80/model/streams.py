@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from deepinfer_sm80.model import linear
+
 if TYPE_CHECKING:
     from deepinfer_sm80.model.config import ModelConfig
     from deepinfer_sm80.model.linear import Weights
@@ -63,7 +65,7 @@ class Mixer:
 
 def mix_product(x: torch.Tensor, fn: torch.Tensor) -> torch.Tensor:
     """float32 [T, S * H] and [24, S * H] -> float32 [T, 24]. vLLM rounds the operands to TF32 where DeepGEMM runs."""
-    return x @ fn.T
+    return linear.matmul(x, fn)
 
 
 def first_pre(tokens: int, streams: int, device: torch.device) -> torch.Tensor:

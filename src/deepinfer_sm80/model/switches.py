@@ -1,4 +1,4 @@
-"""What a TextModel may leave out, to show that a checkpoint notices."""
+"""How a TextModel computes: what it may leave out, to show that a checkpoint notices, and what differs elsewhere."""
 
 from __future__ import annotations
 
@@ -22,17 +22,40 @@ COMPONENTS = {
 }
 
 
+KV_PROFILES = {
+    "fp8_584": "vLLM off SM100: 584-byte rows, e4m3 index vectors",
+    "sm100": "vLLM on SM100: 528-byte rows, e4m3 index vectors",
+    "official": "the released model definition: e4m3 window rows, e2m1 compressed rows and index vectors",
+}
+
+
 @dataclass(frozen=True)
 class Switches:
-    """``disable``: names out of COMPONENTS. Raises UnsupportedOptionError for any other."""
+    """Raises UnsupportedOptionError for a name that is not listed.
+
+    disable           names out of COMPONENTS
+    kv_profile        name out of KV_PROFILES: how key rows and index vectors are rounded (``cache``)
+    activation_quant  inputs of FP8 and FP4 matrices are rounded to e4m3 with a power of two per 32, as on SM100 and in
+                      the released definition; vLLM on Ampere and Hopper leaves them bfloat16. wo_a's input never is
+    bounded_replay    vLLM's default ``swa_bounded_replay``: large prefill steps run the layers behind the last KV
+                      source for their last 128 rows only, and a prefix hit computes 128 rows again (``replay``)
+    """
 
     disable: frozenset[str] = frozenset()
+    kv_profile: str = "fp8_584"
+    activation_quant: bool = False
+    bounded_replay: bool = False
 
     def __post_init__(self) -> None:
         unknown = sorted(self.disable - COMPONENTS.keys())
         if unknown:
             raise UnsupportedOptionError(
                 option="disable", found=unknown, allowed=f"any of {', '.join(COMPONENTS)}", remedy="Check the spelling."
+            )
+        if self.kv_profile not in KV_PROFILES:
+            allowed = f"one of {', '.join(KV_PROFILES)}"
+            raise UnsupportedOptionError(
+                option="kv_profile", found=repr(self.kv_profile), allowed=allowed, remedy="Check the spelling."
             )
 
     def has(self, component: str) -> bool:
