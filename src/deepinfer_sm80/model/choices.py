@@ -1,17 +1,17 @@
-"""What a pass of the model chooses - experts of a token, compressed rows of a query - watched, and imposed from outside.
+"""What a pass of the model chooses, experts of a token and compressed rows of a query: watched, or imposed from outside.
 
 Two correct implementations choose differently where options nearly tie, and then compute different things. With the
 other one's choices imposed, what is left is rounding; and each choice that differs is judged by its margin:
 
     margin   what the last chosen option scores above the first one left out; inf if none is left out
-    tie      the smallest error of a score that explains what was taken instead of the own choice; 0 if that is the same
-             taken x for left-out m:  score(m) - score(x)
-             a row's block changes sides at the candidate source:  how far its block is from the cut there
-    surplus  how many options more were taken than the model takes, which happens where fewer candidates than index_topk
-             exist; the taken options furthest from the candidates count as these, and no tie explains them
+    tie      the smallest error of scores that explains what was taken instead of the own choice; 0 if that is the same
+             x is taken, m is left out:                     score(m) - score(x)
+             x is no candidate, or m would not be one:      how far the row's block is from the candidates' cut
+    surplus  how many options more were taken than the model takes, where fewer candidates than index_topk exist. The
+             taken options furthest from the cut count as these; they belong to no tie
 
-Experts are ranked by sqrt(softplus) scores plus bias, their margins are differences of these. Index scores have no unit:
-their margins are parts of the query's largest score.
+Experts are ranked by sqrt(softplus) scores plus bias; margins and ties are differences of these. Index scores have no
+unit: theirs are parts of the query's largest score.
 """
 
 from __future__ import annotations
