@@ -13,6 +13,7 @@ import urllib.error
 import urllib.request
 from typing import TYPE_CHECKING, Any
 
+from agreement import spec_full, spec_replay
 from prompts import token_ids
 
 if TYPE_CHECKING:
@@ -278,14 +279,14 @@ def _logprobs(model: pathlib.Path, out: pathlib.Path, arm: str) -> dict[str, Any
     saved, total = [], 0.0
     for prompt in engine.prompts[1:]:  # a prompt of one token has no prompt log-probability
         with recorder.recording():
-            output = engine.generate([prompt], 1, prompt_logprobs=0)[0]
-        values = [step[token].logprob for token, step in zip(prompt[1:], output.prompt_logprobs[1:], strict=True)]
-        if not all(map(math.isfinite, values)):
-            raise AssertionError("a prompt log-probability is not finite")
+            values = _prompt_logprobs(engine, prompt)
+        repeated = _prompt_logprobs(engine, prompt)
         total += sum(values)
         saved.append(
             {
+                "prompt": list(prompt),
                 "logprobs": torch.tensor(values),
+                "repeated": torch.tensor(repeated),
                 "experts": recorder.experts,
                 "topk": recorder.topk,
                 "margins": recorder.margins,
@@ -296,12 +297,42 @@ def _logprobs(model: pathlib.Path, out: pathlib.Path, arm: str) -> dict[str, Any
     return engine.result(tokens=count, mean_nll=round(-total / count, 4))
 
 
+def _prompt_logprobs(engine: Engine, prompt: list[int]) -> list[float]:
+    output = engine.generate([prompt], 1, prompt_logprobs=0)[0]
+    values = [step[token].logprob for token, step in zip(prompt[1:], output.prompt_logprobs[1:], strict=True)]
+    if not all(map(math.isfinite, values)):
+        raise AssertionError("a prompt log-probability is not finite")
+    return values
+
+
 def logprobs_plugin(model: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
     return _logprobs(model, out, "plugin")
 
 
 def logprobs_stock(model: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
     return _logprobs(model, out, "stock")
+
+
+def _generated(model: pathlib.Path, out: pathlib.Path, name: str, **options: Any) -> dict[str, Any]:
+    """vLLM's default path, replay on, with its steps recorded."""
+    import generated
+    from recording import Schedule
+
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    apply_disguise()
+    schedule = Schedule()
+    schedule.install()
+    engine = Engine(model, **options)
+    return engine.result(**generated.record(engine, schedule, out / f"generated-{name}.pt"))
+
+
+def generated_whole(model: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
+    return _generated(model, out, "whole")
+
+
+def generated_chunks(model: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
+    """Eager: captured steps of 512 tokens or fewer are never trimmed."""
+    return _generated(model, out, "chunks", max_num_batched_tokens=512, enforce_eager=True)
 
 
 def compare(model: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
@@ -365,4 +396,8 @@ FUNCTIONS: dict[str, Callable[[pathlib.Path, pathlib.Path], dict[str, Any]]] = {
     "logprobs-plugin": logprobs_plugin,
     "logprobs-stock": logprobs_stock,
     "compare": compare,
+    "spec-full": spec_full,
+    "generated-whole": generated_whole,
+    "generated-chunks": generated_chunks,
+    "spec-replay": spec_replay,
 }

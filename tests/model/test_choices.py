@@ -1,6 +1,5 @@
 """Choices of a pass, watched and imposed: what must not change a bit, what must change, and how flips are judged."""
 
-import dataclasses
 import math
 
 import pytest
@@ -8,30 +7,14 @@ import torch
 
 from deepinfer_sm80.errors import TensorContractError
 from deepinfer_sm80.model.choices import Choices
-from deepinfer_sm80.model.forward import TextModel
-from deepinfer_sm80.model.schema import expected_tensors
-from deepinfer_sm80.model.weights import random_tensors
 
 TOKENS = 60
 TOKEN_IDS = torch.arange(TOKENS) * 37 % 1000 + 5
 
 
-class Tensors:
-    def __init__(self, config):
-        self.headers = expected_tensors(config, draft=False)
-        self.made = dict(random_tensors(config, self.headers, seed=11))
-
-    def load(self, name):
-        return self.made[name]
-
-
 @pytest.fixture(scope="module")
-def model(micro):
-    """Six experts, three of them for a token; 8 rows chosen, among 2 blocks of 8 candidates behind the source."""
-    config = dataclasses.replace(
-        micro, index_topk=8, candidate_topk_blocks=2, n_routed_experts=6, num_experts_per_tok=3
-    )
-    return TextModel(config, Tensors(config), [i % config.engram_compressed_vocab_size for i in range(129280)])
+def model(choosy):
+    return choosy()
 
 
 @pytest.fixture(scope="module")

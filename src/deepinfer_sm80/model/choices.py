@@ -1,4 +1,4 @@
-"""What a pass of the model chooses, experts of a token and compressed rows of a query: watched, or imposed from outside.
+"""What a pass of the model chooses, experts of a token and compressed rows of a query: watched, or imposed.
 
 Two correct implementations choose differently where options nearly tie, and then compute different things. With the
 other one's choices imposed, what is left is rounding; and each choice that differs is judged by its margin:
