@@ -9,8 +9,8 @@ FULL = """
 
 Log-probabilities of prompt tokens, |difference| to `spec`. Free: every side chooses its experts and compressed rows
 itself; allowed is a mean of {mean}. Forced: `spec` goes on with what the arm chose; allowed is {worst} for any token.
-Repeated: the arm's second run against its first. Other order: `spec` against itself with every product summed from the
-last column to the first."""
+Repeated: the arm's second run against its first. Other order: `spec` as an arm, with every product summed from the last
+column to the first."""
 
 FLIPS = """
 Choices that `spec` would have made otherwise in the same state, and the largest error of a score that explains one.
@@ -32,15 +32,16 @@ def full(result: dict[str, Any]) -> list[str]:
     lines = [*FULL.format(**result["limits"]).splitlines(), ""]
     lines += ["| what | tokens | mean | p50 | p90 | p99 | largest |", "|---|---|---|---|---|---|---|"]
     for arm, row in result["arms"].items():
-        lines += [_line(f"{arm}, {kind}", row[kind]) for kind in ("free", "forced", "repeated")]
-    lines += [_line("spec, other order", result["noise"]), ""]
-    nll = [f"{name} {value}" for name, value in result["nll"].items()]
+        lines += [_line(f"{arm}, {kind}", row[kind]) for kind in ("free", "forced", "repeated") if kind in row]
+    nll = [f"spec {result['nll']}"]
     for arm, row in result["arms"].items():
-        nll += [f"{arm} {row['nll']} (repeated {row['nll_repeated']})"]
-    allowed = result["limits"]["nll"]
+        repeated = "" if row["nll_repeated"] is None else f" (repeated {row['nll_repeated']})"
+        nll.append(f"{arm} {row['nll']}{repeated}")
+    allowed, errors = result["limits"]["nll"], result["limits"]["errors"]
     lines += [
-        f"Mean negative log-likelihood: {', '.join(nll).replace('_', ' ')}.",
-        f"An arm may differ from spec by {allowed}, {result['limits']['errors']} standard errors of the other order.",
+        "",
+        f"Mean negative log-likelihood: {', '.join(nll)}.",
+        f"An arm may differ from spec by {allowed}, {errors} standard errors of what another order does.",
     ]
     lines += FLIPS.format(**result["limits"]["ties"]).splitlines()
     lines += ["", "| arm | choice | layer | queries | flips | largest tie | beyond | surplus |"]
