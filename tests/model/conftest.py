@@ -1,12 +1,17 @@
 """A model with every kind of layer at the real head, index and record widths, but narrow: about 60 MB, two seconds."""
 
 import dataclasses
+import functools
 
 import pytest
+import torch
+from tokenizers import Tokenizer
 
-from deepinfer_sm80.model.checkpoint import write_checkpoint
+from deepinfer_sm80.model.checkpoint import Reader, write_checkpoint
 from deepinfer_sm80.model.config import preset
-from deepinfer_sm80.model.engram_hash import table_rows
+from deepinfer_sm80.model.engram_hash import compress_vocabulary, table_rows
+from deepinfer_sm80.model.forward import TextModel
+from deepinfer_sm80.model.switches import Switches
 
 
 def micro_config():
@@ -65,3 +70,47 @@ def micro_checkpoint(micro, tmp_path_factory):
     directory = tmp_path_factory.mktemp("checkpoints") / "micro"
     write_checkpoint(directory, micro, seed=3)
     return directory
+
+
+@pytest.fixture(scope="module")
+def one_thread():
+    """Two threads split a tensor at any element, and the last ones of each part go through another exponential."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with torch.no_grad():
+        yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def micro_model(micro, micro_checkpoint):
+    """``micro_model(switch=value)``: micro that chooses 48 rows and 6 candidate blocks, so that 100 tokens are many."""
+    config = dataclasses.replace(micro, index_topk=48, candidate_topk_blocks=6)
+    source = Reader(micro_checkpoint)
+    tokenizer = Tokenizer.from_file(str(micro_checkpoint / "tokenizer.json"))
+    compressed = compress_vocabulary(tokenizer)[0]
+
+    @functools.cache
+    def make(**switches):
+        return TextModel(config, source, compressed, Switches(**switches))
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def prompt(micro_model):
+    """300 token ids without a pattern."""
+    most = len(micro_model().compressed_ids)
+    return torch.randint(0, most, (300,), generator=torch.Generator().manual_seed(11)).tolist()
+
+
+@pytest.fixture(scope="session")
+def whole(micro_model, prompt):
+    """The prompt in one step of the exact model: its output and the state behind it."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    state = micro_model().new_state()
+    with torch.no_grad():
+        out = micro_model().step(prompt, state)
+    torch.set_num_threads(threads)
+    return out, state

@@ -75,7 +75,7 @@ class Attention:
         kv = linear.rms_norm(linear.project(self.rounded(x), self.wkv), self.kv_norm, self.eps)
         rows = as_recorded(kv, self.cos_sin[step.positions], self.profile.window)
         step.state.write_window(self.layer, step.positions, rows)
-        if self.compressor is None or self.key_maker is None or not len(x):
+        if self.compressor is None or self.key_maker is None:
             return
         start = int(step.positions[0])
         latent = self.compressor(x, start, step.state.rings.get(self.layer))
@@ -96,7 +96,7 @@ class Attention:
 
     def _choose(self, indexer: Indexer, qr: torch.Tensor, x: torch.Tensor, step: Step) -> None:
         lengths, source = (step.positions + 1) // self.ratio, self.config.candidate_source_layer_id
-        keys = step.state.index_keys(self.source, int(lengths.max()) if len(lengths) else 0)
+        keys = step.state.index_keys(self.source, int(lengths[-1]))
         scores = indexer.scores(qr, x, step.positions, self.cos_sin, keys)
         if not self.switches.has("index_selection"):
             scores = -torch.arange(scores.shape[1], device=x.device).float().expand_as(scores)
@@ -116,7 +116,7 @@ class Attention:
         size = self.config.sliding_window if self.switches.has("window") else len(step.state.history)
         places = torch.arange(size, device=q.device) - size + 1
         parts = []
-        for i in range(0, max(len(q), 1), _QUERIES_AT_ONCE):
+        for i in range(0, len(q), _QUERIES_AT_ONCE):
             at = step.positions[i : i + _QUERIES_AT_ONCE, None]
             seen = at + places >= step.floor
             rows = step.state.read_window(self.layer, torch.where(seen, at + places, at))

@@ -39,9 +39,9 @@ class Compressor:
         if self.wgate is None or ring is None:
             return linear.rms_norm(k, self.norm, self.eps)
         gate = linear.product(x, self.wgate)
-        halves = [ring.read(start - 1)] if start % self.ratio else []
-        ring.write(start, k, gate)
-        k, gate = (torch.cat(parts) for parts in zip(*halves, (k, gate), strict=True))
+        if start % self.ratio:
+            k, gate = (torch.cat(halves) for halves in zip(ring.read(start - 1), (k, gate), strict=True))
+        ring.write(start + len(x) - len(k), k, gate)
         whole = len(k) // self.ratio * self.ratio
         shape = (-1, self.ratio, k.shape[-1])
         k, gate = k[:whole].view(shape), gate[:whole].view(shape)

@@ -52,7 +52,7 @@ class Engram:
         x = X.float()
         d = (x * self.gain * K).sum(-1)
         d = d * torch.rsqrt(x.square().mean(-1) + self.eps) * torch.rsqrt(K.square().mean(-1) + self.eps) / math.sqrt(H)
-        gate = torch.sigmoid(d.abs().clamp_min(_SMALLEST).sqrt().copysign(torch.where(d < 0, -1.0, 1.0)))
+        gate = linear.sigmoid(d.abs().clamp_min(_SMALLEST).sqrt().copysign(torch.where(d < 0, -1.0, 1.0)))
         return (x + gate[..., None] * V[:, None]).bfloat16()
 
     def rows(self, history: torch.Tensor) -> torch.Tensor:

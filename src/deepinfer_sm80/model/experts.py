@@ -38,7 +38,7 @@ class Expert:
         x = self.rounded(x)
         gate, up = linear.project(x, self.w1).float(), linear.project(x, self.w3).float()
         gate = gate.clamp(max=self.limit)
-        return self.rounded((gate * torch.sigmoid(gate) * up.clamp(-self.limit, self.limit)).bfloat16())
+        return self.rounded((gate * linear.sigmoid(gate) * up.clamp(-self.limit, self.limit)).bfloat16())
 
 
 class Experts:
@@ -75,7 +75,7 @@ class Experts:
 
         ``watched`` gets score + bias float32 [T, E] and the ids, and returns the ids to go on with.
         """
-        score = softplus(linear.product(x, self.gate)).sqrt()
+        score = softplus(linear.product(x, self.gate).double()).sqrt().float()  # float64: see linear.sigmoid
         ranked = score + self.bias
         ids = ranked.sort(dim=-1, descending=True, stable=True).indices[:, : self.chosen]
         if watched is not None:

@@ -7,8 +7,8 @@ on Ampere.
 A sublayer writes back with its own coefficients and collapses with those of the sublayer before.
 
 A step is one call for one sequence: a whole prompt, a chunk of it, one token or a token and its drafts. However a
-sequence is cut into steps, its results are the same bits where PyTorch's bfloat16 product treats rows alike (it does on
-x86 CPUs with AVX-512 BF16, 1 to 400 rows), unless ``Switches.bounded_replay`` trims (``replay``).
+sequence is cut into steps, its results are the same bits (``linear.matmul``), unless ``Switches.bounded_replay`` trims
+(``replay``).
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class StepOutput(NamedTuple):
 
     hidden    bfloat16 [T, H]: what the head reads, normed; zeros in rows that were trimmed
     kept      bool [T]: rows computed to the end
-    features  bfloat16 [T, F, H]: mean of the streams entering each of the F layers ``dspark_target_layer_ids``; zeros
-              in rows that were trimmed
+    features  bfloat16 [T, F, H]: mean of the streams entering each of the F layers ``dspark_target_layer_ids``, which
+              is what the DSpark draft reads; zeros in rows that were trimmed
     """
 
     hidden: torch.Tensor
@@ -115,6 +115,7 @@ class TextModel:
         self.compressed_ids = torch.tensor(compressed_ids, device=self.device)
         self.embed, self.head = weights.matrix("embed"), weights.matrix("head")
         self.norm, self.cut = weights.norm("norm"), last_full_layer(config)
+        self.layers_behind = range((self.cut or 0) + 1, config.num_hidden_layers)
         rows = config.max_position_embeddings
         tables = [rope.table(config, compressed, rows).to(self.device) for compressed in (False, True)]
         pad = int(self.compressed_ids[config.engram_pad_token_id])
@@ -147,7 +148,7 @@ class TextModel:
         keep_all: bool = False,
         choices: Choices | None = None,
     ) -> StepOutput:
-        """Computes the next token ids [T] of ``state`` and moves it on.
+        """Computes the next token ids [T] of ``state`` and moves it on. No token is a step too.
 
         ``mode`` (default: eager) and ``keep_all`` (prompt log-probabilities are wanted) matter under
         ``Switches.bounded_replay`` only. Raises SequenceStateError beyond ``max_position_embeddings``.
@@ -155,23 +156,26 @@ class TextModel:
         ids = torch.as_tensor(tokens, dtype=torch.int64, device=self.device)
         T, window, start = len(ids), self.config.sliding_window, state.length
         trims = self.switches.bounded_replay and self.cut is not None and not keep_all
-        keep = window if trims and (mode or StepMode()).trims(T, window) else T
+        first = T - window if trims and (mode or StepMode()).trims(T, window) else 0
+        targets, width = self.config.dspark_target_layer_ids, self.config.hidden_size
+        hidden, features = self.embed.new_zeros(T, width), self.embed.new_zeros(T, len(targets), width)
+        out = StepOutput(hidden, torch.arange(T, device=self.device) >= first, features)
+        if not T:
+            return out
         state.begin(self.compressed_ids[ids])
         step = Step(state, torch.arange(start, start + T, device=self.device), state.replay_start, choices=choices)
         X = self.embed[ids][:, None].repeat(1, self.config.hc_mult, 1)
         pre = streams.first_pre(T, self.config.hc_mult, self.device)
-        entering = []
         for number, layer in enumerate(self.layers):
-            if number in self.config.dspark_target_layer_ids:
-                entering.append(X[-keep:].float().mean(1).bfloat16())
-            X, pre = layer(X, pre, step, keep if keep < T and number == self.cut else None)
-            if keep < T and number == self.cut:
-                step.floor = max(state.replay_start, start + T - keep)
-        state.finish(range(self.cut + 1, len(self.layers)) if keep < T and self.cut is not None else (), keep)
-        hidden = linear.rms_norm(streams.collapse(X, pre), self.norm, self.config.rms_norm_eps)
-        features = torch.stack(entering, dim=1) if entering else hidden.new_zeros(keep, 0, hidden.shape[-1])
-        kept = torch.arange(T, device=self.device) >= T - keep
-        return StepOutput(_behind_zeros(hidden, T), kept, _behind_zeros(features, T))
+            if number in targets:
+                features[first:, targets.index(number)] = X[first - T :].float().mean(1).bfloat16()
+            trimming = first > 0 and number == self.cut
+            X, pre = layer(X, pre, step, T - first if trimming else None)
+            if trimming:
+                step.floor = max(state.replay_start, start + first)
+        state.finish(trimmed=self.layers_behind if first else (), kept=T - first)
+        hidden[first:] = linear.rms_norm(streams.collapse(X, pre), self.norm, self.config.rms_norm_eps)
+        return out
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """``StepOutput.hidden`` bfloat16 [T, H] -> bfloat16 [T, vocab]."""
@@ -195,7 +199,3 @@ class TextModel:
             logits = self.logits(h).float()
             found.append(logits.gather(1, following[:, None])[:, 0] - logits.logsumexp(-1))
         return torch.cat(found)
-
-
-def _behind_zeros(rows: torch.Tensor, T: int) -> torch.Tensor:
-    return torch.cat((rows.new_zeros(T - len(rows), *rows.shape[1:]), rows))

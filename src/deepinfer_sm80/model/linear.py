@@ -54,13 +54,13 @@ class Weights:
 
 
 def matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """float32 [T, K] and [N, K] -> float32 [T, N], 32 rows at a time, the last ones filled up with zeros.
+    """[T, K] and [N, K] of one dtype -> [T, N], 32 rows at a time, the last ones filled up with zeros.
 
     The shape of a product decides the order of its sums. With one shape for all, a row's result does not depend on the
     rows beside it, so that chunks and single tokens give the bits of a whole prompt.
     """
-    blocks = [pad(block, (0, 0, 0, _ROWS - len(block))) @ weight.T for block in x.split(_ROWS)]
-    return torch.cat(blocks)[: len(x)]
+    blocks = pad(x, (0, 0, 0, -len(x) % _ROWS)).split(_ROWS)
+    return torch.cat([block @ weight.T for block in blocks])[: len(x)]
 
 
 def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -70,7 +70,7 @@ def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 def project(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """``product`` rounded once to bfloat16. PyTorch's bfloat16 product is that: it sums in float32 on every device."""
-    return x @ weight.T
+    return matmul(x, weight)
 
 
 def input_rounding(switches: Switches) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -86,6 +86,12 @@ def as_mxfp8(x: torch.Tensor) -> torch.Tensor:
 def unchanged(x: torch.Tensor) -> torch.Tensor:
     """x itself."""
     return x
+
+
+def sigmoid(x: torch.Tensor) -> torch.Tensor:
+    """float32 of any shape -> float32, by way of float64: PyTorch computes a tensor's last elements, those that do not
+    fill a vector register, with another exponential, which may differ by an ulp."""
+    return torch.sigmoid(x.double()).float()
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

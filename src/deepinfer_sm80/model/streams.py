@@ -47,8 +47,8 @@ class Mixer:
         pre, post, comb = m.split((S, S, S * S), dim=-1)
         b_pre, b_post, b_comb = self.base.split((S, S, S * S))
         return Coefficients(
-            torch.sigmoid(pre * self.scale[0] + b_pre) + self.hc_eps,
-            2 * torch.sigmoid(post * self.scale[1] + b_post),
+            linear.sigmoid(pre * self.scale[0] + b_pre) + self.hc_eps,
+            2 * linear.sigmoid(post * self.scale[1] + b_post),
             self._sinkhorn((comb * self.scale[2] + b_comb).view(-1, S, S)),
         )
 
