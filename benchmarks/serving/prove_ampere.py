@@ -26,12 +26,16 @@ from concurrent.futures import ThreadPoolExecutor
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
+import agreement_page  # noqa: E402  (found through the path above)
+
 GENERATING = ("eager", "graphs", "chunked-eager", "chunked", "dspark-eager", "dspark", "serve")
-PLUGIN_STAGES = ("register", *GENERATING, "mixed", "times-kernels", "times-pytorch", "logprobs-plugin")
+RECORDED = ("generated-whole", "generated-chunks")
+PLUGIN_STAGES = ("register", *GENERATING, *RECORDED, "mixed", "times-kernels", "times-pytorch", "logprobs-plugin")
 STOCK_STAGES = ("times-stock", "logprobs-stock")
 ENVIRONMENT = {"times-pytorch": {"DEEPINFER_PYTORCH_OPERATORS": "all"}}
-STAGES = ("checkpoint", *PLUGIN_STAGES, *STOCK_STAGES, "compare")
-
+ARMS = ("logprobs-plugin", "logprobs-stock")
+AFTER = {"compare": ARMS, "spec-full": ARMS, "spec-replay": RECORDED}  # stages that read what others wrote
+STAGES = ("checkpoint", *PLUGIN_STAGES, *STOCK_STAGES, *AFTER)
 
 INTRODUCTION = """# Stock vLLM serving DeepSeek-V4.1 through this plugin
 
@@ -39,7 +43,8 @@ Written by `benchmarks/serving/prove_ampere.py --report`; do not edit. No Ampere
 ran on a newer GPU that takes an A100's decisions and runs an A100's code (PTX for sm_80). That shows the code, not an
 Ampere GPU's time or memory limits. The checkpoint is the preset `tiny`: random weights in the released format. `stock`
 is vLLM's own path for the GPU that is there, without this plugin; both arms of the comparison compute every layer for
-every token (`--no-swa-bounded-replay`)."""
+every token (`--no-swa-bounded-replay`). `spec` is the plain PyTorch model in `src/deepinfer_sm80/model`, run by itself
+on the same checkpoint and tokens."""
 
 
 def run_stage(name: str, args: argparse.Namespace) -> int:
@@ -51,7 +56,7 @@ def run_stage(name: str, args: argparse.Namespace) -> int:
     environment = dict(os.environ)
     environment.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     environment.update(ENVIRONMENT.get(name, {}))
-    if name in STOCK_STAGES:
+    if name in STOCK_STAGES or name in AFTER:
         environment["DEEPINFER_DISABLE"] = "1"
         environment.pop("AMPERE_DISGUISE", None)
     elif args.capability and name in PLUGIN_STAGES:
@@ -78,17 +83,21 @@ def run_stage(name: str, args: argparse.Namespace) -> int:
 
 
 def run_together(names: tuple[str, ...], args: argparse.Namespace) -> int:
-    """The checkpoint first, then everything at once; the comparison as soon as its two arms are there."""
+    """The checkpoint first, then everything at once; what compares starts as soon as the stages it reads are done."""
     failed = sum(run_stage(name, args) for name in names if name == "checkpoint")
     os.environ["PROVE_SHARED_GPU"] = "1"
+
+    def run_after(name: str) -> int:
+        for earlier in AFTER[name]:
+            if earlier in running:
+                running[earlier].result()
+        return run_stage(name, args)
+
     with ThreadPoolExecutor(len(STAGES)) as pool:
-        running = {name: pool.submit(run_stage, name, args) for name in names if name not in ("checkpoint", "compare")}
-        if "compare" in names:
-            for name in ("logprobs-plugin", "logprobs-stock"):
-                if name in running:
-                    running[name].result()
-            failed += run_stage("compare", args)
-        return failed + sum(stage.result() for stage in running.values())
+        first = [name for name in names if name not in ("checkpoint", *AFTER)]
+        running = {name: pool.submit(run_stage, name, args) for name in first}
+        comparing = [pool.submit(run_after, name) for name in names if name in AFTER]
+        return failed + sum(stage.result() for stage in (*running.values(), *comparing))
 
 
 def inside(name: str, args: argparse.Namespace) -> None:
@@ -140,6 +149,7 @@ def report(out: pathlib.Path) -> str:
         for row in largest:
             flips = [", ".join(map(str, row[f"{kind}_flipped_in_layers"])) or "none" for kind in ("experts", "topk")]
             lines.append(f"| {row['prompt']} | {row['position']} | {row['difference']} | {flips[0]} | {flips[1]} |")
+    lines += agreement_page.full(results.get("spec-full", {})) + agreement_page.replay(results.get("spec-replay", {}))
     return "\n".join(lines) + "\n"
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import statistics
 import subprocess
 import sys
 import time
@@ -14,6 +13,8 @@ import urllib.request
 from typing import TYPE_CHECKING, Any
 
 import timing
+from agreement import spec_full, spec_replay
+from comparison import compare
 
 from deepinfer_sm80.model.prose import prompts as prose_prompts
 
@@ -286,14 +287,14 @@ def _logprobs(model: pathlib.Path, out: pathlib.Path, arm: str) -> dict[str, Any
     saved, total = [], 0.0
     for prompt in engine.prompts[1:]:  # a prompt of one token has no prompt log-probability
         with recorder.recording():
-            output = engine.generate([prompt], 1, prompt_logprobs=0)[0]
-        values = [step[token].logprob for token, step in zip(prompt[1:], output.prompt_logprobs[1:], strict=True)]
-        if not all(map(math.isfinite, values)):
-            raise AssertionError("a prompt log-probability is not finite")
+            values = _prompt_logprobs(engine, prompt)
+        repeated = _prompt_logprobs(engine, prompt)
         total += sum(values)
         saved.append(
             {
+                "prompt": list(prompt),
                 "logprobs": torch.tensor(values),
+                "repeated": torch.tensor(repeated),
                 "experts": recorder.experts,
                 "topk": recorder.topk,
                 "margins": recorder.margins,
@@ -304,6 +305,14 @@ def _logprobs(model: pathlib.Path, out: pathlib.Path, arm: str) -> dict[str, Any
     return engine.result(tokens=count, mean_nll=round(-total / count, 4))
 
 
+def _prompt_logprobs(engine: Engine, prompt: list[int]) -> list[float]:
+    output = engine.generate([prompt], 1, prompt_logprobs=0)[0]
+    values = [step[token].logprob for token, step in zip(prompt[1:], output.prompt_logprobs[1:], strict=True)]
+    if not all(map(math.isfinite, values)):
+        raise AssertionError("a prompt log-probability is not finite")
+    return values
+
+
 def logprobs_plugin(model: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
     return _logprobs(model, out, "plugin")
 
@@ -312,52 +321,26 @@ def logprobs_stock(model: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
     return _logprobs(model, out, "stock")
 
 
-def compare(model: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
-    """The two arms' prompt log-probabilities, token by token, and what the outliers chose differently."""
-    import torch
+def _generated(model: pathlib.Path, out: pathlib.Path, name: str, **options: Any) -> dict[str, Any]:
+    """vLLM's default path, replay on, with its steps recorded."""
+    import generated
+    from recording import Schedule
 
-    arms = [torch.load(out / f"logprobs-{arm}.pt") for arm in ("plugin", "stock")]
-    differences: list[float] = []
-    flipped_rows: list[bool] = []
-    largest: list[dict[str, Any]] = []
-    for number, (ours, theirs) in enumerate(zip(*arms, strict=True)):
-        gap = (ours["logprobs"] - theirs["logprobs"]).abs()
-        rows = gap.numel()
-        experts = {k: (ours["experts"][k] != theirs["experts"][k]).any(-1)[:rows] for k in theirs["experts"]}
-        topk = {k: (ours["topk"][k] != theirs["topk"][k]).any(-1)[:rows] for k in theirs["topk"]}
-        any_flip = torch.stack([*experts.values(), *topk.values()]).any(0)
-        differences += gap.tolist()
-        flipped_rows += any_flip.tolist()
-        for row in gap.topk(min(3, rows)).indices.tolist():
-            largest.append(
-                {
-                    "prompt": number,
-                    "position": row,
-                    "difference": round(gap[row].item(), 4),
-                    "experts_flipped_in_layers": [k for k, v in experts.items() if v[row]],
-                    "topk_flipped_in_layers": [k for k, v in topk.items() if v[row]],
-                    "smallest_router_margin": min((m[row].item() for m in theirs["margins"].values()), default=None),
-                }
-            )
-    ordered = sorted(differences)
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    apply_disguise()
+    schedule = Schedule()
+    schedule.install()
+    engine = Engine(model, **options)
+    return engine.result(**generated.record(engine, schedule, out / f"generated-{name}.pt"))
 
-    def quantile(q: float) -> float:
-        return round(ordered[min(len(ordered) - 1, int(q * len(ordered)))], 5)
 
-    same = [d for d, flip in zip(differences, flipped_rows, strict=True) if not flip]
-    mean = statistics.fmean(differences)
-    largest.sort(key=lambda entry: -entry["difference"])
-    facts = {
-        "tokens": len(differences),
-        "mean": round(mean, 5),
-        "p50": quantile(0.5),
-        "p90": quantile(0.9),
-        "p99": quantile(0.99),
-        "largest": round(ordered[-1], 4),
-        "rows_with_a_flip": f"{sum(flipped_rows) / len(flipped_rows):.1%}",
-        "mean_without_flip": round(statistics.fmean(same), 5) if same else None,
-    }
-    return {"ok": mean <= 0.02, "facts": facts, "largest": largest[:12], "allowed_mean": 0.02}
+def generated_whole(model: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
+    return _generated(model, out, "whole")
+
+
+def generated_chunks(model: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
+    """Eager: captured steps of 512 tokens or fewer are never trimmed."""
+    return _generated(model, out, "chunks", max_num_batched_tokens=512, enforce_eager=True)
 
 
 def mixed(model: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
@@ -386,6 +369,10 @@ FUNCTIONS: dict[str, Callable[[pathlib.Path, pathlib.Path], dict[str, Any]]] = {
     "logprobs-plugin": logprobs_plugin,
     "logprobs-stock": logprobs_stock,
     "compare": compare,
+    "spec-full": spec_full,
+    "generated-whole": generated_whole,
+    "generated-chunks": generated_chunks,
+    "spec-replay": spec_replay,
     "mixed": mixed,
     "times-kernels": times,
     "times-pytorch": times,

@@ -51,6 +51,27 @@ def micro():
 
 
 @pytest.fixture(scope="session")
+def choosy(micro):
+    """``choosy(**switches)``: a TextModel that has to choose in few tokens. Six experts, three of them for a token; 8
+    compressed rows, behind the candidate source among 2 blocks of 8."""
+    from deepinfer_sm80.model.forward import TextModel
+    from deepinfer_sm80.model.schema import expected_tensors
+    from deepinfer_sm80.model.switches import Switches
+    from deepinfer_sm80.model.weights import random_tensors
+
+    config = dataclasses.replace(
+        micro, index_topk=8, candidate_topk_blocks=2, n_routed_experts=6, num_experts_per_tok=3
+    )
+
+    class Tensors:
+        headers = expected_tensors(config, draft=False)
+        load = dict(random_tensors(config, headers, seed=11)).__getitem__
+
+    ids = [i % config.engram_compressed_vocab_size for i in range(config.vocab_size)]
+    return lambda **switches: TextModel(config, Tensors, ids, Switches(**switches))
+
+
+@pytest.fixture(scope="session")
 def micro_checkpoint(micro, tmp_path_factory):
     directory = tmp_path_factory.mktemp("checkpoints") / "micro"
     write_checkpoint(directory, micro, seed=3)

@@ -20,6 +20,7 @@ from deepinfer_sm80.model.compressor import Compressor
 from deepinfer_sm80.model.indexer import Indexer, KeyMaker
 
 if TYPE_CHECKING:
+    from deepinfer_sm80.model.choices import Choices
     from deepinfer_sm80.model.config import ModelConfig
     from deepinfer_sm80.model.linear import Weights
     from deepinfer_sm80.model.state import State
@@ -36,6 +37,7 @@ class Step:
     floor       no window row below this position is seen
     chosen      bool [T, n] over the compressed rows: what the last index source chose
     candidates  bool [T, n]: what the candidate source leaves to the index sources behind it
+    choices     watches what is chosen, or imposes it
     """
 
     state: State
@@ -43,6 +45,7 @@ class Step:
     floor: int
     chosen: torch.Tensor | None = None
     candidates: torch.Tensor | None = None
+    choices: Choices | None = None
 
 
 class Attention:
@@ -106,9 +109,14 @@ class Attention:
         if not self.switches.has("index_selection"):
             scores = -torch.arange(scores.shape[1], device=x.device).float().expand_as(scores)
         limited = self.layer > source >= 0 and self.switches.has("candidates")
-        step.chosen = indexer.choose(scores, lengths, step.candidates if limited else None)
+        among = step.candidates if limited else None
+        step.chosen = indexer.choose(scores, lengths, among)
+        if step.choices is not None:
+            step.chosen = step.choices.choose_rows(self.layer, step.positions, scores, lengths, step.chosen, among)
         if self.layer == source:
             step.candidates = indexer.candidates(scores, lengths)
+            if step.choices is not None:
+                step.choices.note_candidates(scores, lengths, step.candidates, indexer.block_size)
 
     def _attend(self, q: torch.Tensor, step: Step) -> torch.Tensor:
         """q bfloat16 [T, heads, 512] -> bfloat16 [T, heads, 512]. As many places as a query can fill are summed over,

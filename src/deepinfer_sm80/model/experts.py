@@ -17,9 +17,13 @@ from torch.nn.functional import softplus
 from deepinfer_sm80.model import linear
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from deepinfer_sm80.model.config import ModelConfig
     from deepinfer_sm80.model.linear import Weights
     from deepinfer_sm80.model.switches import Switches
+
+    Watched = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Expert:
@@ -52,9 +56,9 @@ class Experts:
         shared = switches.has("shared_expert")
         self.shared = Expert(weights, f"{prefix}.shared_experts", limit, switches) if shared else None
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, watched: Watched | None = None) -> torch.Tensor:
         """x bfloat16 [T, H] -> bfloat16 [T, H]."""
-        ids, share = self.route(x)
+        ids, share = self.route(x, watched)
         routed = torch.zeros(x.shape, device=x.device)
         for number, expert in enumerate(self.experts):
             tokens, place = (ids == number).nonzero(as_tuple=True)
@@ -66,10 +70,16 @@ class Experts:
         shared = linear.project(self.shared.activation(x), self.shared.w2)
         return routed.bfloat16() + shared
 
-    def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """x bfloat16 [T, H] -> expert ids int64 [T, k] and their shares float32 [T, k]."""
+    def route(self, x: torch.Tensor, watched: Watched | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """x bfloat16 [T, H] -> expert ids int64 [T, k] and their shares float32 [T, k].
+
+        ``watched`` gets score + bias float32 [T, E] and the ids, and returns the ids to go on with.
+        """
         score = softplus(linear.product(x, self.gate).double()).sqrt().float()  # float64: see linear.sigmoid
-        ids = (score + self.bias).sort(dim=-1, descending=True, stable=True).indices[:, : self.chosen]
+        ranked = score + self.bias
+        ids = ranked.sort(dim=-1, descending=True, stable=True).indices[:, : self.chosen]
+        if watched is not None:
+            ids = watched(ranked, ids)
         share = score.gather(1, ids)
         total = share.sum(-1, keepdim=True)
         return ids, share * self.scaling / torch.where(total == 0, 1.0, total)

@@ -14,6 +14,7 @@ sequence is cut into steps, its results are the same bits (``linear.matmul``), u
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -35,6 +36,7 @@ from deepinfer_sm80.model.switches import Switches
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from deepinfer_sm80.model.choices import Choices
     from deepinfer_sm80.model.linear import Source
 
 _ROWS_AT_ONCE = 256  # logits in flight: 129280 float32 each, 132 MB
@@ -69,7 +71,7 @@ class Layer:
         self.experts = Experts(
             config, weights, f"{prefix}.ffn", config.n_routed_experts, config.num_experts_per_tok, sw
         )
-        self.eps, self.switches = config.rms_norm_eps, sw
+        self.number, self.eps, self.switches = layer, config.rms_norm_eps, sw
 
     def __call__(
         self, X: torch.Tensor, pre: torch.Tensor, step: Step, keep: int | None = None
@@ -88,7 +90,8 @@ class Layer:
         y = self.attention(x, step) if self.switches.has("attention") else torch.zeros_like(x)
         X, pre = streams.write_back(X, y, mix), mix.pre
         mix, x = self.enter(1, X, pre)
-        return streams.write_back(X, self.experts(x), mix), mix.pre
+        watched = None if step.choices is None else partial(step.choices.choose_experts, self.number, step.positions)
+        return streams.write_back(X, self.experts(x, watched), mix), mix.pre
 
     def enter(self, side: int, X: torch.Tensor, pre: torch.Tensor) -> tuple[streams.Coefficients, torch.Tensor]:
         """Streams bfloat16 [T, S, H] and carried pre-mix float32 [T, S] -> coefficients of the sublayer ``side`` (0:
@@ -145,6 +148,7 @@ class TextModel:
         state: State,
         mode: StepMode | None = None,
         keep_all: bool = False,
+        choices: Choices | None = None,
     ) -> StepOutput:
         """Computes the next token ids [T] of ``state`` and moves it on. No token is a step too.
 
@@ -161,7 +165,7 @@ class TextModel:
         if not T:
             return out
         state.begin(self.compressed_ids[ids])
-        step = Step(state, torch.arange(start, start + T, device=self.device), state.replay_start)
+        step = Step(state, torch.arange(start, start + T, device=self.device), state.replay_start, choices=choices)
         X = self.embed[ids][:, None].repeat(1, self.config.hc_mult, 1)
         pre = streams.first_pre(T, self.config.hc_mult, self.device)
         for number, layer in enumerate(self.layers):
@@ -179,19 +183,21 @@ class TextModel:
         """``StepOutput.hidden`` bfloat16 [T, H] -> bfloat16 [T, vocab]."""
         return linear.project(hidden, self.head)
 
-    def hidden(self, tokens: Sequence[int] | torch.Tensor) -> torch.Tensor:
+    def hidden(self, tokens: Sequence[int] | torch.Tensor, choices: Choices | None = None) -> torch.Tensor:
         """Token ids [T] -> what the head reads, bfloat16 [T, H], every row computed to the end."""
-        return self.step(tokens, self.new_state(), keep_all=True).hidden
+        return self.step(tokens, self.new_state(), keep_all=True, choices=choices).hidden
 
     def forward(self, tokens: Sequence[int] | torch.Tensor) -> torch.Tensor:
         """Token ids [T] -> logits bfloat16 [T, vocab]."""
         return self.logits(self.hidden(tokens))
 
-    def prompt_logprobs(self, tokens: Sequence[int] | torch.Tensor) -> torch.Tensor:
+    def prompt_logprobs(self, tokens: Sequence[int] | torch.Tensor, choices: Choices | None = None) -> torch.Tensor:
         """Token ids [T] -> float32 [T - 1]: log-probability of every token but the first, given those before it."""
         ids = torch.as_tensor(tokens, dtype=torch.int64, device=self.device)
         found = []
-        for h, following in zip(self.hidden(ids)[:-1].split(_ROWS_AT_ONCE), ids[1:].split(_ROWS_AT_ONCE), strict=True):
+        for h, following in zip(
+            self.hidden(ids, choices)[:-1].split(_ROWS_AT_ONCE), ids[1:].split(_ROWS_AT_ONCE), strict=True
+        ):
             logits = self.logits(h).float()
             found.append(logits.gather(1, following[:, None])[:, 0] - logits.logsumexp(-1))
         return torch.cat(found)

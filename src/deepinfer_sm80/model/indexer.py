@@ -69,7 +69,7 @@ class Indexer:
 
     def choose(self, scores: torch.Tensor, lengths: torch.Tensor, candidates: torch.Tensor | None) -> torch.Tensor:
         """Chosen rows as bool [T, n]: among the first ``lengths`` [T] and, if given, ``candidates`` bool [T, n]."""
-        eligible = _before(scores, lengths)
+        eligible = before(scores, lengths)
         if candidates is not None:
             eligible = eligible & candidates
         if scores.shape[1] <= self.topk:
@@ -79,7 +79,7 @@ class Indexer:
     def candidates(self, scores: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """Rows of the candidate blocks as bool [T, n]: the best blocks, the newest one always."""
         n = scores.shape[1]
-        masked = pad(scores.masked_fill(~_before(scores, lengths), _NEVER), (0, -n % self.block_size), value=_NEVER)
+        masked = pad(scores.masked_fill(~before(scores, lengths), _NEVER), (0, -n % self.block_size), value=_NEVER)
         best = masked.unflatten(1, (-1, self.block_size)).amax(-1)
         newest = torch.arange(best.shape[1], device=best.device) == ((lengths - 1) // self.block_size)[:, None]
         if best.shape[1] > self.blocks:
@@ -89,7 +89,8 @@ class Indexer:
         return kept.repeat_interleave(self.block_size, 1)[:, :n]
 
 
-def _before(scores: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+def before(scores: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """scores [T, n], lengths int64 [T] -> bool [T, n]: the first ``lengths`` columns."""
     return torch.arange(scores.shape[1], device=scores.device) < lengths[:, None]
 
 
