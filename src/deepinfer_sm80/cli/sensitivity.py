@@ -92,10 +92,10 @@ def page(measured: dict[str, Any]) -> str:
     lengths = " and ".join(f"{length:,}" for length in measured["lengths"])
     return f"""# What the tiny checkpoint notices
 
-Written by `deepinfer-sm80 sensitivity --page`; do not edit. Log-probabilities, in nats, of {table.tokens:,} tokens of the
-frozen text (prompts of {lengths} tokens) under the preset `tiny`, seed 0, by the specification on the
-{measured["device"].upper()}. The head was fitted to the prompt of 1,500 tokens; other text notices less. Complete, the mean
-is {table.complete:.4f}; a model that knew nothing would give -11.77.
+Written by `deepinfer-sm80 sensitivity --page`; do not edit. Log-probabilities, in nats, of {table.tokens:,} tokens
+of the frozen text (prompts of {lengths} tokens) under the preset `tiny`, seed 0, by the specification on the
+{measured["device"].upper()}. The head was fitted to the prompt of 1,500 tokens; other text notices less.
+Complete, the mean is {table.complete:.4f}; a model that knew nothing would give -11.77.
 
 A component counts as noticed when leaving it out lowers the mean by {SENSITIVITY} or more. Rounding is that of another
 correct implementation (TF32 mixing, unrounded probabilities, every product off by 2^-10 of itself) and may move a
