@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from deepinfer_sm80.model.prose import LENGTHS
+
 if TYPE_CHECKING:
     import argparse
 
@@ -25,7 +27,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("directory", metavar="DIR", nargs="?", type=Path, help="a checkpoint from make-checkpoint")
     what.add_argument("--page", metavar="JSON", type=Path, help="print the page of a measurement instead of measuring")
-    parser.add_argument("--lengths", type=int, nargs="+", default=TEXT, help="prompts to take (default: 1500)")
+    parser.add_argument(
+        "--lengths", type=int, nargs="+", choices=LENGTHS[1:], default=TEXT, help="prompts to take (default: 1500)"
+    )
     parser.add_argument("--device", default="cpu", help="where to compute (default: cpu)")
     parser.add_argument("--json", metavar="FILE", type=Path, help="also write the measurement here, for --page")
 
@@ -50,9 +54,9 @@ def measure(directory: Path, lengths: tuple[int, ...], device: str, components: 
     from deepinfer_sm80.model.requirements import require
     from deepinfer_sm80.model.switches import COMPONENTS
 
+    model = sensitivity.Model.from_checkpoint(directory, device)
     tokenizer = require("tokenizers").Tokenizer.from_file(str(directory / "tokenizer.json"))
     found = prose.prompts(lambda text: tokenizer.encode(text, add_special_tokens=False).ids)
-    model = sensitivity.Model.from_checkpoint(directory, device)
     chosen = [prompt for prompt in found if len(prompt) in lengths]
     return sensitivity.measure(model, chosen, components or tuple(COMPONENTS))
 
@@ -88,9 +92,10 @@ def page(measured: dict[str, Any]) -> str:
     lengths = " and ".join(f"{length:,}" for length in measured["lengths"])
     return f"""# What the tiny checkpoint notices
 
-Written by `deepinfer-sm80 sensitivity --page`; do not edit. Log-probabilities, in nats, of {table.tokens:,} tokens of
-the frozen text (prompts of {lengths} tokens) under the preset `tiny`, seed 0, by the specification on the
-{measured["device"].upper()}. Complete, the mean is {table.complete:.4f}; a model that knew nothing would give -11.77.
+Written by `deepinfer-sm80 sensitivity --page`; do not edit. Log-probabilities, in nats, of {table.tokens:,} tokens
+of the frozen text (prompts of {lengths} tokens) under the preset `tiny`, seed 0, by the specification on the
+{measured["device"].upper()}. The head was fitted to the prompt of 1,500 tokens; other text notices less.
+Complete, the mean is {table.complete:.4f}; a model that knew nothing would give -11.77.
 
 A component counts as noticed when leaving it out lowers the mean by {SENSITIVITY} or more. Rounding is that of another
 correct implementation (TF32 mixing, unrounded probabilities, every product off by 2^-10 of itself) and may move a
