@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -61,6 +62,31 @@ def test_interrupt(monkeypatch):
 
     monkeypatch.setattr("deepinfer_sm80.cli.env.run", run)
     assert cli.main(["env"]) == 130
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_command_that_is_told_to_end_cleans_up(monkeypatch, number):
+    """``docker stop`` and a closed terminal, not Ctrl-C alone."""
+    cleaned = []
+
+    def run(args):
+        try:
+            signal.raise_signal(number)
+        finally:
+            signal.raise_signal(number)  # impatience does not interrupt the clean-up
+            cleaned.append(True)
+
+    monkeypatch.setattr("deepinfer_sm80.cli.env.run", run)
+    before = signal.signal(number, signal.SIG_DFL)
+    try:
+        assert cli.main(["env"]) == 128 + number
+        assert signal.getsignal(number) is signal.SIG_DFL
+        signal.signal(number, signal.SIG_IGN)  # as nohup does
+        monkeypatch.setattr("deepinfer_sm80.cli.env.run", lambda args: signal.raise_signal(number) or 0)
+        assert cli.main(["env"]) == 0
+    finally:
+        signal.signal(number, before)
+    assert cleaned == [True]
 
 
 def test_reader_that_stops_early():

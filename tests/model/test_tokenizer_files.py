@@ -47,9 +47,14 @@ def test_the_placeholder_is_one_token_inside_text(tokenizer):
     [
         ({"engram_compressed_vocab_size": 99091}, "compress to 99092 ids.* exactly 99091"),
         ({"vocab_size": 129279}, "has 129280 tokens.* 129279"),
-        ({"image_token_id": 5}, "no reserved token 5"),
     ],
 )
 def test_a_tokenizer_that_does_not_fit_is_refused(micro, change, said):
     with pytest.raises(CheckpointError, match=said):
         tokenizer_files.tokenizer_files(dataclasses.replace(micro, **change))
+
+
+def test_a_tokenizer_without_a_place_for_the_placeholder_is_refused(micro, monkeypatch):
+    monkeypatch.setattr(tokenizer_files, "_installed_tokenizer", lambda: {"added_tokens": [{"id": 5}]})
+    with pytest.raises(CheckpointError, match="no reserved token 129264"):
+        tokenizer_files.tokenizer_files(micro)

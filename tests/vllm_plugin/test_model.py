@@ -127,3 +127,11 @@ def test_the_draft_is_asked_for_its_own_configuration(plugin):
     built(module.DeepseekV41ForCausalLM)
     built(module.DSparkDeepseekV4ForCausalLM)
     assert [call for call in calls if "checked" in call] == [("checked", {}), ("checked", {"draft": True})]
+
+
+def test_what_the_loader_leaves_out_is_the_targets_only(plugin, monkeypatch):
+    module, _ = plugin
+    monkeypatch.setattr(module, "left_out_on_this_rank", lambda config: lambda name: True)
+    assert built(module.DeepseekV41ForCausalLM).load_weights(ONE) == {"norm.weight"}
+    with pytest.raises(CheckpointError, match="tensors are missing"):
+        built(module.DSparkDeepseekV4ForCausalLM).load_weights(ONE_OF_THE_DRAFT)

@@ -1,13 +1,16 @@
 """The command ``deepinfer-sm80``. Each subcommand is a module here with ``add_parser(subparsers)`` and ``run(args)``.
 
 Exit codes: 0 yes, 1 no (``doctor``: would not serve; ``demo``, ``verify``: an operator disagrees; ``plan``: nothing
-fits; ``sensitivity``: a component goes unnoticed), 2 an error in what was asked.
+fits; ``sensitivity``: a component goes unnoticed), 2 an error in what was asked, 128 + N ended by signal N.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import signal
 import sys
+import threading
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -15,7 +18,8 @@ from deepinfer_sm80 import __version__
 from deepinfer_sm80.errors import DeepInferError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
+    from types import FrameType
 
 COMMANDS: dict[str, str] = {
     "doctor": "doctor",
@@ -34,8 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     modules = {command: import_module(f"{__name__}.{module}") for command, module in COMMANDS.items()}
     args = _parser(modules.values()).parse_args(argv)
     try:
-        code: int = modules[args.command].run(args)
-        sys.stdout.flush()
+        with _signals_clean_up():
+            code: int = modules[args.command].run(args)
+            sys.stdout.flush()
     except DeepInferError as error:
         # args[0]: str() of an error that is also a KeyError would quote the sentence
         print(f"deepinfer-sm80 {args.command}: {error.args[0]}", file=sys.stderr)
@@ -45,7 +50,42 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except KeyboardInterrupt:
         return 130
+    except Terminated as ended:
+        return 128 + ended.number
     return code
+
+
+class Terminated(BaseException):
+    """The process was asked to end by the signal ``number``."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+@contextlib.contextmanager
+def _signals_clean_up() -> Iterator[None]:
+    """SIGTERM and SIGHUP end a command as Ctrl-C does, through its clean-up: a container is stopped with SIGTERM.
+
+    A signal that somebody handles or ignores (``nohup``) is left to him.
+    """
+    numbers = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is signal.SIG_DFL]
+    if threading.current_thread() is not threading.main_thread():
+        numbers = []
+
+    def end(number: int, frame: FrameType | None) -> None:
+        del frame
+        for each in numbers:
+            signal.signal(each, signal.SIG_IGN)  # a second one must not interrupt the clean-up
+        raise Terminated(number)
+
+    for number in numbers:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _parser(modules: object) -> argparse.ArgumentParser:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import glob
 import json
 import math
 import os
+import secrets
 import shutil
 import time
 from pathlib import Path
@@ -31,6 +33,7 @@ SHARD_BYTES = 500_000_000
 
 _CODES = ("F8_E4M3", "F8_E8M0", "I8")
 _SHOWN = 60  # characters of what was found
+_FIXED = "this is {}, whose place a finished checkpoint cannot take"
 _HEADROOM = 64_000_000  # tokenizer, headers, index: never more than this
 
 
@@ -49,24 +52,29 @@ def write_checkpoint(
 ) -> Written:
     """Writes a random checkpoint of ``config`` that vLLM loads, and returns what was written.
 
-    The same seed and PyTorch build give the same bits. Everything goes into a sibling directory that takes the name
-    ``directory`` only when it is complete and on disk; any failure removes it. ``progress`` gets one line a shard.
+    The same seed and PyTorch build give the same bits. Symbolic links in ``directory`` are followed. Everything goes
+    into a sibling directory that takes the name ``directory`` only when it is complete and on disk; any failure removes
+    it. ``progress`` gets one line a shard, and one for what a run that was killed has left there.
 
-    Raises CheckpointError if ``directory`` exists and is not empty, cannot be written or does not fit on the disk;
-    MissingPackageError if the packages of the ``checkpoint`` extra are not installed.
+    Raises CheckpointError if ``directory`` exists and is not empty, is a mount point or the current directory, cannot
+    be written or does not fit on the disk, or if somebody else wrote there meanwhile; MissingPackageError if the
+    packages of the ``checkpoint`` extra are not installed.
     """
-    started, target = time.monotonic(), Path(directory).expanduser().absolute()
+    started, target = time.monotonic(), Path(os.path.realpath(Path(directory).expanduser()))
     shards = _plan(expected_tensors(config))
     texts = {**tokenizer_files(config), **_json_files(config, shards)}
-    with _failures_explained(target):
+    # Random, not the process id, which repeats in a container; not mkdtemp, whose mode 0700 the result would keep.
+    partial = target.with_name(f"{_partial_prefix(target)}{secrets.token_hex(4)}") if target.name else target
+    with _failures_explained(target, partial):
         _check_target(target, sum(map(_shard_bytes, shards.values())))
-        partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
-        partial.mkdir()
+        if progress:
+            _name_leftovers(target, progress)
         try:
+            partial.mkdir()
             size = sum(_write_text(partial / name, text) for name, text in texts.items())
             size += _write_shards(partial, config, shards, seed, progress)
             _sync_directory(partial)
-            partial.rename(target)
+            _take_name(partial, target)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
         _sync_directory(target.parent)
@@ -239,6 +247,11 @@ def _check_target(target: Path, size: int) -> None:
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         kind = "a directory that is not empty" if target.is_dir() else "a file"
         raise CheckpointError(path=target, problem=f"this is {kind}", remedy="Remove it or name another directory")
+    if target.exists() and (os.path.ismount(target) or target.samefile(Path.cwd())):
+        kind = "a mount point" if os.path.ismount(target) else "the current directory"
+        raise CheckpointError(
+            path=target, problem=_FIXED.format(kind), remedy=f"Name one inside it: {target / 'model'}"
+        )
     free = shutil.disk_usage(target.parent).free
     if free < size + _HEADROOM:
         raise CheckpointError(
@@ -248,8 +261,32 @@ def _check_target(target: Path, size: int) -> None:
         )
 
 
+def _partial_prefix(target: Path) -> str:
+    return f".{target.name}.partial-"
+
+
+def _name_leftovers(target: Path, progress: Callable[[str], None]) -> None:
+    for left in sorted(target.parent.glob(f"{glob.escape(_partial_prefix(target))}*")):
+        progress(f"{left} was left by a run that was killed, unless that run is still going: remove it")
+
+
+def _take_name(partial: Path, target: Path) -> None:
+    """Renames the finished directory; ``target`` may be an empty directory."""
+    try:
+        partial.rename(target)
+    except OSError as error:
+        if error.errno == errno.EBUSY:  # a bind mount within one file system, which os.path.ismount does not see
+            remedy = f"Name one inside it: {target / 'model'}"
+            raise CheckpointError(path=target, problem=_FIXED.format("a mount point"), remedy=remedy) from error
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            raise
+        problem = "somebody else wrote there while this checkpoint was made"
+        remedy = "Keep what is there or name another directory; nothing of this one was left behind"
+        raise CheckpointError(path=target, problem=problem, remedy=remedy) from error
+
+
 @contextlib.contextmanager
-def _failures_explained(target: Path) -> Iterator[None]:
+def _failures_explained(target: Path, partial: Path) -> Iterator[None]:
     """Turns an OSError of the file system into one sentence with a remedy."""
     try:
         yield
@@ -258,8 +295,9 @@ def _failures_explained(target: Path) -> Iterator[None]:
             raise
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         remedy = "Free some space" if full else "Check that you may write there"
+        left = f"{partial} could not be removed" if partial.is_dir() else "nothing was left behind"
         raise CheckpointError(
             path=target,
             problem=f"it could not be written ({error.strerror or error})",
-            remedy=f"{remedy}, or name a directory on another disk; nothing was left behind",
+            remedy=f"{remedy}, or name a directory on another disk; {left}",
         ) from error

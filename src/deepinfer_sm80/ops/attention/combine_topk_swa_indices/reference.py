@@ -15,7 +15,8 @@ A window row that would lie outside the request's M rows is -1: -1 may stand any
 
 topk_indices int32 [T, W], row stride arbitrary, topk <= W unless ratio == 0; query_start_loc int32 [R + 1],
 ascending, may start anywhere (it is rebased by its first element); seq_lens, gather_lens int32 [R]. Tokens behind the
-last request (padding rows) get -1 throughout and length 0. Integers only.
+last request (padding rows) get -1 throughout and length 0. Where query_start_loc descends, the result is undefined.
+Integers only.
 Source: vLLM 0.33.0, ``combine_topk_swa_indices``.
 """
 

@@ -11,7 +11,7 @@ q bfloat16 [T, H, 512], dim 0 may be strided; swa_k_cache and extra_k_cache uint
 its own block size and page stride; swa_indices int32 [T, Ws] and extra_indices int32 [T, We] are slots, row strides
 arbitrary; swa_lens and extra_lens int32 [T]; attn_sink float32 [H], -inf for no sink. The extra set is absent (all
 three None) in window-only layers. Entry j of a set is valid if j < lens[t] and 0 <= slot < blocks * block_size; -1 may
-stand anywhere. Without a valid row the output is 0.
+stand anywhere. Without a valid row the output is 0. The output of a head whose sink is +inf or NaN is undefined.
 
 Rounding as in sparse_mla_prefill, and the dequantised row to bfloat16 (as in dequantize_and_gather_k_cache). A NaN in a
 valid row (NaN code, NaN scale byte, NaN rope value) gives NaN; rows that are not valid may hold anything.

@@ -7,7 +7,7 @@
 q bfloat16 [T, H, 512], dim 0 may be strided; kv bfloat16 [S, 512]; indices int32 [T, K], row stride arbitrary; lens
 int32 [T]; attn_sink float32 [H], -inf for no sink. j is valid if j < lens[t] and 0 <= indices[t, j] < S; -1 may stand
 anywhere. A row listed twice counts twice. Without a valid row the output is 0. Rows of ``kv`` that are not listed may
-hold anything; a listed NaN gives NaN.
+hold anything; a listed NaN gives NaN. The output of a head whose sink is +inf or NaN is undefined.
 
 Rounding: float32 scores, softmax and sums; p is rounded to bfloat16 for the product with the values only (the
 denominator sums it unrounded); one rounding to bfloat16 at the end.

@@ -8,6 +8,7 @@
 Rotation of a pair (e, o) = dims (64 + 2i, 65 + 2i), float32, each product and sum rounded (no fused multiply-add):
 e' = e*cos[i] - o*sin[i], o' = o*cos[i] + e*sin[i]. Both scalars of the fold are rounded to float32 first. A NaN element
 gets code 0x7F and does not count towards s. Positions outside the table (padding rows) are clamped into it.
+The codes and the weight of a head with an infinity in q are undefined.
 
 positions int64 (or int32) [T]; q bfloat16 [T, 32, 128]; cos_sin_cache float32 [P, 64] = 32 cos, then 32 sin;
 weights bfloat16 [T, 32]. Returns q_codes uint8 [T, 32, 128] and weights float32 [T, 32].

@@ -8,7 +8,8 @@
 latent bfloat16 [>= T, 512]; positions int64 or int32 [>= T]; cos_sin_cache float32 [max_pos, 64] (32 cos, then 32 sin);
 kv_cache uint8 [blocks, block_size, 584]; slot_mapping int64 or int32 [T]. Token t is written only if it closes a group,
 (positions[t] + 1) % ratio == 0, and its slot exists, 0 <= slot < blocks * block_size; such slots are distinct. Nothing
-else in the cache changes; the eighth scale byte of a written record is 0.
+else in the cache changes; the eighth scale byte of a written record is 0. A record to which two tokens are written is
+undefined.
 
 Rounding: RoPE in float32 (each product rounded, then the sum: no fused multiply-add), once to bfloat16. The scale is
 exact, decided by exponent bits. Codes round half to even and saturate at 448. A group with a NaN or an infinity gets
