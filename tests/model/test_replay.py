@@ -10,8 +10,12 @@ import pytest
 import torch
 
 from deepinfer_sm80.errors import SequenceStateError, UnsupportedOptionError
+from deepinfer_sm80.model.attention import Attention
+from deepinfer_sm80.model.checkpoint import Reader, write_checkpoint
 from deepinfer_sm80.model.config import preset
+from deepinfer_sm80.model.forward import TextModel
 from deepinfer_sm80.model.replay import StepMode, last_full_layer
+from deepinfer_sm80.model.switches import Switches
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -117,6 +121,35 @@ def test_a_chunk_of_129_rows_forgets_the_one_before_it(model, prompt, whole):
     assert state.valid_from == [0, 0, 0, 129]
 
 
+def test_three_layers_behind_the_cut_see_no_row_that_was_trimmed(micro, micro_model, tmp_path, prompt, monkeypatch):
+    """Against the untrimmed model whose windows of layers 3 to 5 begin at row 72 of 200 for every row: the rows kept
+    then depend on rows kept alone, in every layer."""
+    config = dataclasses.replace(
+        micro, num_hidden_layers=6, compress_ratios=(0, 2, 1, 1, 1, 1, 0), index_topk=48, candidate_topk_blocks=6
+    )
+    write_checkpoint(tmp_path / "six", config, seed=5)
+    ids = micro_model().compressed_ids.tolist()
+    trimming = TextModel(config, Reader(tmp_path / "six"), ids, Switches(bounded_replay=True))
+    state, other = trimming.new_state(), trimming.new_state()
+    out = trimming.step(prompt[:200], state)
+    attend = Attention._attend
+
+    def shortened(self, q, step):
+        return attend(self, q, dataclasses.replace(step, floor=72 if self.layer > CUT else 0))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Attention, "_attend", shortened)
+        want = trimming.step(prompt[:200], other, keep_all=True)
+    assert torch.equal(out.hidden[72:], want.hidden[72:])
+    assert torch.equal(out.features[72:], want.features[72:])
+    for layer in range(6):
+        assert torch.equal(window(state, layer, 72, 200), window(other, layer, 72, 200))
+    exact = trimming.step(prompt[:200], trimming.new_state(), keep_all=True)
+    assert differing(out.hidden[72:], exact.hidden[72:]) == list(range(128)), "the last row too: its keys differ"
+    decoded = trimming.step(prompt[200:203], state).hidden
+    assert torch.equal(decoded, trimming.step(prompt[200:203], other).hidden), "decode rows see [p - 127, p]"
+
+
 @pytest.mark.parametrize(
     ("sizes", "options"),
     [
@@ -213,7 +246,7 @@ def test_what_cannot_be_shared_or_forgotten_is_refused(micro_model, prompt, trim
     with pytest.raises(SequenceStateError, match=r"between 299 and the length 300, found 298"):
         state.truncate(298)  # layer 3 has rows 172 .. 299: token 298 would need row 171
     hit = state.hit(256)
-    with pytest.raises(SequenceStateError, match="between 256 and the length 128, found 127"):
+    with pytest.raises(SequenceStateError, match="n of truncate must be the length 128, found 127"):
         hit.truncate(127)
 
     lender = micro_model().new_state()

@@ -1,13 +1,15 @@
 """Steps over paged caches: however a sequence is cut into steps, the bits are those of one step.
 
-Measured on x86 CPUs (MKL, oneDNN): products of another number of rows sum in another order, and the last elements of a
-tensor go through another exponential. ``linear.matmul`` and ``linear.sigmoid`` take both away, so equality is exact.
+Measured on an x86 CPU (MKL, oneDNN): float32 products of a few rows and bfloat16 products of one row sum in another
+order than those of many, and the last elements of a tensor go through another exponential. ``linear.matmul`` and
+``linear.sigmoid`` take that away, so equality is exact.
 """
 
 import pytest
 import torch
 
 from deepinfer_sm80.errors import SequenceStateError
+from deepinfer_sm80.model import linear
 from deepinfer_sm80.model.attention import Step
 from deepinfer_sm80.model.state import State
 from deepinfer_sm80.ops.attention.sparse_mla_prefill.reference import sparse_mla_prefill
@@ -132,6 +134,25 @@ def test_a_sequence_longer_than_the_model_is_refused(micro_model):
     state = micro_model().new_state()
     with pytest.raises(SequenceStateError, match="at most max_position_embeddings = 16384, found 16385"):
         micro_model().step([0] * 16385, state)
+
+
+@pytest.mark.parametrize("multiply", [linear.product, linear.project])
+def test_a_row_of_a_product_does_not_depend_on_the_rows_beside_it(multiply):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(70, 8, 4096, generator=generator).bfloat16()[:, 3]  # rows apart, as a group of heads is
+    weight = torch.randn(1024, 4096, generator=generator).bfloat16()
+    want = multiply(x, weight)
+    assert (want.float() - x.float() @ weight.float().T).abs().max() < 1
+    for size in (1, 2, 5, 32, 69):
+        assert torch.equal(torch.cat([multiply(part, weight) for part in x.split(size)]), want)
+    assert multiply(x[:0], weight).shape == (0, 1024)
+
+
+def test_an_element_of_a_sigmoid_does_not_depend_on_how_many_follow():
+    x = torch.randn(400, generator=torch.Generator().manual_seed(0)) * 4
+    want = linear.sigmoid(x)
+    assert torch.allclose(want, torch.sigmoid(x), rtol=2**-22)
+    assert all(torch.equal(linear.sigmoid(x[:count]), want[:count]) for count in range(400))
 
 
 @pytest.mark.parametrize("layer", [0, 1, 2])

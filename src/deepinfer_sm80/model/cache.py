@@ -6,7 +6,8 @@
     sm100     e4m3, a scale per 32                   as window rows       e4m3, one scale a vector
     official  e4m3, a scale per 32                   e2m1, an e4m3        e2m1, a scale per 32
                                                      scale per 16
-Scales are powers of two but where e4m3 is said. Records are made of rotated rows that were rounded to bfloat16.
+Scales are powers of two but where e4m3 is said; the rule of the latter is vLLM's (``ops/formats/nvfp4``), the released
+definition's kernel was not at hand. Records are made of rotated rows that were rounded to bfloat16.
 """
 
 from __future__ import annotations

@@ -56,8 +56,8 @@ class Weights:
 def matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """[T, K] and [N, K] of one dtype -> [T, N], 32 rows at a time, the last ones filled up with zeros.
 
-    The shape of a product decides the order of its sums. With one shape for all, a row's result does not depend on the
-    rows beside it, so that chunks and single tokens give the bits of a whole prompt.
+    The shape of a product decides the order of its sums, that of one row's above all. With one shape for all, a row's
+    result does not depend on the rows beside it, so that chunks and single tokens give the bits of a whole prompt.
     """
     blocks = pad(x, (0, 0, 0, -len(x) % _ROWS)).split(_ROWS)
     return torch.cat([block @ weight.T for block in blocks])[: len(x)]

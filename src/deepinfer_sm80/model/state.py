@@ -112,8 +112,9 @@ class State:
         if self.rings and n % 2 and n <= self.ring_from:
             lowest = max(lowest, n + 1)
         if not lowest <= n <= self.length and n != self.length:
+            span = f"between {lowest} and " if lowest < self.length else ""
             raise SequenceStateError(
-                what="n of truncate", allowed=f"between {lowest} and the length {self.length}", found=n,
+                what="n of truncate", allowed=f"{span}the length {self.length}", found=n,
                 remedy="Compute the sequence again from its tokens.",
             )  # fmt: skip
         self.window_table.cut(n)
