@@ -7,8 +7,9 @@
 Every stage is a process of its own, writes OUT/<stage>.json and takes less than nine minutes; finished stages are
 skipped unless --again. On a GPU that is not compute capability 8.x the plugin stages need --capability 8.0 and the
 test aid ``ampere_disguise`` importable (PYTHONPATH); the stage ``logprobs-stock`` then runs vLLM's own path as the
-oracle. Without --model the tiny checkpoint is written to OUT/tiny. --together runs the given stages at once on a GPU
-with room for all (about 16 GB each): every engine then gets a fixed KV cache of 2 GiB through vLLM's own options.
+oracle. The spec stages read what the logprobs and generated stages saved and run ``model/`` instead of vLLM, without a
+GPU as well. Without --model the tiny checkpoint is written to OUT/tiny. --together runs the given stages at once on a
+GPU with room for all (about 16 GB each): every engine then gets a fixed KV cache of 2 GiB through vLLM's own options.
 """
 
 from __future__ import annotations

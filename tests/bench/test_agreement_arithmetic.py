@@ -163,6 +163,7 @@ def test_a_request_is_saved_with_its_own_steps(load):
     }  # fmt: skip
     assert found["steps"][1]["graph"] == "full"
     assert [step["replay_start"] for step in schedule.of("10")] == [128, 128]
+    assert {step["request"] for step in schedule.of("1")} == {"1-ab"}
 
 
 def test_steps_that_leave_a_gap_are_refused(load):

@@ -164,7 +164,9 @@ def test_rows_beyond_the_candidates_are_surplus_and_no_tie():
 
 
 def test_too_few_rows_are_no_tie():
-    assert behind_candidates([0, 1, 2, 3, 8]).tie.tolist() == [math.inf]
+    assert behind_candidates([0, 1, 2, 8, 9]).tie.tolist() == [math.inf], (
+        "row 3 of a block at the cut, and nothing for it"
+    )
 
 
 @pytest.mark.parametrize(
