@@ -1,15 +1,17 @@
+#!/usr/bin/env python3
 """Fits the direction that a preset's head reads, and stores it in src/deepinfer_sm80/model/readout.json.
 
-    python benchmarks/readout/fit.py tiny --lengths 1500 [--device cuda] [--seed 0] [--states DIR]
+    python benchmarks/readout/fit.py tiny [--lengths 700 1500 3000] [--device cuda] [--seed 0] [--states DIR]
 
 Fourteen passes of the specification over prompts of the frozen text: complete, with rounding noise, and without each
-component. On two CPU cores a pass of 1,500 tokens of ``tiny`` takes about a minute. ``--states`` keeps the last hidden
-states, and takes those that are there.
+component. On two CPU cores a pass of 1,500 tokens of ``tiny`` takes about a minute, on a GPU some seconds. ``--states``
+keeps the last hidden states, and takes those that are there; ``--only NAME`` computes those of one pass and stops.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -24,6 +26,7 @@ from deepinfer_sm80.model.sensitivity import ROUNDING_NOISE, Generated, Model, r
 from deepinfer_sm80.model.switches import COMPONENTS
 from deepinfer_sm80.model.tokenizer_files import tokenizer_files
 
+LONG = 1500  # a prompt of this length notices every component by itself, not only together with the others
 STORED = Path(readout.__file__).with_name("readout.json")
 
 
@@ -48,10 +51,11 @@ def states(model: Model, prompts: list[list[int]], what: str, kept: Path | None)
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("preset")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[1500])
+    parser.add_argument("--lengths", type=int, nargs="+", default=[700, 1500, 3000])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--states", type=Path)
+    parser.add_argument("--only", nargs="+", choices=["complete", ROUNDING_NOISE, *COMPONENTS])
     args = parser.parse_args()
 
     config = preset(args.preset)
@@ -61,12 +65,21 @@ def main() -> int:
     source = Generated(config, args.seed)
     model = Model(config, source, compress_vocabulary(tokenizer)[0], args.device)
 
+    for name in args.only or ():
+        states(model, prompts, "" if name == "complete" else name, args.states)
+    if args.only:
+        return 0
     complete = states(model, prompts, "", args.states)
     rounding = states(model, prompts, ROUNDING_NOISE, args.states) - complete
+    ends = list(itertools.accumulate(map(len, prompts)))
+    long = [slice(end - len(p), end) for p, end in zip(prompts, ends, strict=True) if len(p) >= LONG]
     shifts = []
     for name in COMPONENTS:
-        shifts.append((states(model, prompts, name, args.states) - complete).mean(0))
-        print(f"{name:20} mean shift {shifts[-1].norm() / complete.norm(dim=1).mean():.4f} of the state", flush=True)
+        change = states(model, prompts, name, args.states) - complete
+        shifts += [change.mean(0), *(change[rows].mean(0) for rows in long)]
+        print(
+            f"{name:20} mean shift {change.mean(0).norm() / complete.norm(dim=1).mean():.4f} of the state", flush=True
+        )
     u = readout.fit(complete, shifts, rounding)
     read, moved = complete @ u, (rounding @ u).abs()
     print(f"u . h: {read.mean():.4f}, deviation {read.std():.4f}, rounding {moved.mean():.5f}")

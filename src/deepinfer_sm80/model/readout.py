@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from deepinfer_sm80.model.config import ModelConfig
 
 GAIN = 3.5
-MARGIN = 0.048
+MARGIN = 0.046
 
 _LARGEST = 127
 _STEPS = 100_000

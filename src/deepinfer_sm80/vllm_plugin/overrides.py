@@ -90,6 +90,14 @@ OVERRIDES: tuple[Override, ...] = (
         "an expert's rows come in the order of atomic counters, so a repeated run rounds differently",
         "vLLM's alignment kernel keeps token order within an expert",
     ),
+    Override(
+        "vllm.v1.worker.gpu.attn_utils",
+        "allocate_kv_cache",
+        ("kv_cache_config", "device", "layout", "kernel_block_sizes"),
+        f"{_HERE}.cache_groups:allocate_kv_cache",
+        "a pipeline stage without a layer of some cache group stops at start-up: the group's tensors name other stages",
+        "vLLM projects a group without local layers to no tensors",
+    ),
 )
 
 _originals: dict[str, Any] = {}
