@@ -26,7 +26,7 @@ def test_environment_page():
 
 
 def test_sensitivity_page_shows_the_committed_measurement_and_every_component():
-    measured = json.loads((ROOT / "benchmarks/results/cpu/sensitivity.json").read_text(encoding="utf-8"))
+    measured = json.loads((ROOT / "benchmarks/results/nvidia-h200/sensitivity.json").read_text(encoding="utf-8"))
     text = (ROOT / "docs/sensitivity.md").read_text(encoding="utf-8")
     assert text == sensitivity.page(measured), "run make docs"
     assert [change["what"] for change in measured["changes"]] == [ROUNDING_NOISE, *COMPONENTS]

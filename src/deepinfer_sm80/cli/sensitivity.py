@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from deepinfer_sm80.model.sensitivity import Change, Table
 
-TEXT = (1500,)  # the text of the table: long enough for every component, and what tiny's head was fitted to
+TEXT = (1500,)  # long enough for every component; docs/sensitivity.md adds the prompts of 700 and 3,000 tokens
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -89,12 +89,13 @@ def page(measured: dict[str, Any]) -> str:
 
     changes = tuple(Change(**change) for change in measured["changes"])
     table = Table(measured["tokens"], measured["complete"], changes)
-    lengths = " and ".join(f"{length:,}" for length in measured["lengths"])
+    *others, last = (f"{length:,}" for length in measured["lengths"])
+    lengths = f"{', '.join(others)} and {last}" if others else last
     return f"""# What the tiny checkpoint notices
 
 Written by `deepinfer-sm80 sensitivity --page`; do not edit. Log-probabilities, in nats, of {table.tokens:,} tokens
-of the frozen text (prompts of {lengths} tokens) under the preset `tiny`, seed 0, by the specification on the
-{measured["device"].upper()}. The head was fitted to the prompt of 1,500 tokens; other text notices less.
+of the frozen text (prompts of {lengths} tokens) under the preset `tiny`, seed 0, by the specification on: {measured["device"]}.
+The head was fitted to the prompts of 700, 1,500 and 3,000 tokens; other text notices less.
 Complete, the mean is {table.complete:.4f}; a model that knew nothing would give -11.77.
 
 A component counts as noticed when leaving it out lowers the mean by {SENSITIVITY} or more. Rounding is that of another
