@@ -130,7 +130,8 @@ def report(out: pathlib.Path) -> str:
     lines = [
         INTRODUCTION,
         "",
-        f"GPU: {machine.get('gpu')}; torch {machine.get('torch')}, Triton {machine.get('triton')}.",
+        f"GPU: {machine.get('gpu')}; torch {machine.get('torch')}, Triton {machine.get('triton')}. Commit "
+        f"{', '.join(sorted({r['commit'] for r in results.values() if r.get('commit')}))}.",
         "",
     ]
     lines += ["| stage | lowering | result | seconds | what was seen |", "|---|---|---|---|---|"]

@@ -169,6 +169,8 @@ def report(out: pathlib.Path) -> str:
         lines.append(
             f"| {name} | {verdict} | {run.get('facts', {}).get('boot_s', '')} | " + " | ".join(map(str, cells)) + " |"
         )
+    wrong = [f"`{name}`: {run['error'].splitlines()[-1]}." for name, run in results.items() if run.get("error")]
+    lines += ["", *wrong] if wrong else []
     return "\n".join(lines) + "\n"
 
 
