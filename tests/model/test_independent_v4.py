@@ -16,6 +16,7 @@ from nano_deepseek_v4.modeling import DeepSeekV4Attention, DeepSeekV4MoE, HCACom
 
 from deepinfer_sm80.model import attention, compressor, experts, linear, rope
 from deepinfer_sm80.model.config import preset
+from deepinfer_sm80.model.state import Caches, State
 from deepinfer_sm80.model.switches import Switches
 
 H, TOKENS = 64, 300
@@ -70,7 +71,14 @@ def rms_error(got, want):
 @pytest.fixture
 def exact_rows(monkeypatch):
     """Key rows as they are: that project keeps no FP8 records."""
-    monkeypatch.setattr(attention, "as_recorded", rope.rotate)
+    monkeypatch.setattr(attention, "as_recorded", lambda latent, turn, record: rope.rotate(latent, turn))
+
+
+def begun(config, tokens):
+    """A sequence whose first step of ``tokens`` tokens has begun."""
+    state = State(Caches(config, False, torch.device("cpu")))
+    state.begin(torch.zeros(tokens, dtype=torch.int64))
+    return state
 
 
 @torch.no_grad()
@@ -102,7 +110,9 @@ def test_attention_over_the_window_is_theirs(exact_rows):
         o_b_proj__weight=given["wo_b.weight"],
     )
     want = module(x.float()[None], positions[None])[0]
-    got = layer(x, positions, attention.Shared())
+    step = attention.Step(begun(config, TOKENS), positions, 0)
+    layer.write(x, step)
+    got = layer(x, step)
     assert rms_error(got, want) < 2**-6
 
 
@@ -159,6 +169,6 @@ def test_pooling_of_two_tokens_is_theirs():
         position_bias=zeros,
     )
     want = module(x.float()[None], torch.zeros(1, len(x), dtype=torch.int64))[0][0, 0]  # at position 0 nothing turns
-    got = layer(x)
+    got = layer(x, 0, begun(ours(), len(x)).rings[2])
     assert got.shape == (15, 512)
     assert rms_error(got, want) < 2**-8

@@ -55,6 +55,6 @@ def test_a_tokenizer_that_does_not_fit_is_refused(micro, change, said):
 
 
 def test_a_tokenizer_without_a_place_for_the_placeholder_is_refused(micro, monkeypatch):
-    monkeypatch.setattr(tokenizer_files, "_installed_tokenizer", lambda: {"added_tokens": [{"id": 5}]})
+    monkeypatch.setattr(tokenizer_files, "installed_tokenizer", lambda: {"added_tokens": [{"id": 5}]})
     with pytest.raises(CheckpointError, match="no reserved token 129264"):
         tokenizer_files.tokenizer_files(micro)
