@@ -95,8 +95,9 @@ def page(measured: dict[str, Any]) -> str:
 
 Written by `deepinfer-sm80 sensitivity --page`; do not edit. Log-probabilities, in nats, of {table.tokens:,} tokens
 of the frozen text (prompts of {lengths} tokens) under the preset `tiny`, seed 0, by the
-specification on: {measured["device"]}. The head was fitted to the prompts of 700, 1,500 and 3,000 tokens; other text notices less.
-Complete, the mean is {table.complete:.4f}; a model that knew nothing would give -11.77.
+specification on: {measured["device"]}. The head was fitted to the prompts of 700, 1,500 and 3,000
+tokens; other text notices less. Complete, the mean is {table.complete:.4f}; a model that knew nothing would give
+-11.77.
 
 A component counts as noticed when leaving it out lowers the mean by {SENSITIVITY} or more. Rounding is that of another
 correct implementation (TF32 mixing, unrounded probabilities, every product off by 2^-10 of itself) and may move a
