@@ -18,7 +18,6 @@ import argparse
 import json
 import os
 import pathlib
-import subprocess
 import sys
 import time
 import traceback
@@ -28,6 +27,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
 import agreement_page  # noqa: E402  (found through the path above)
+from running import run_process, summary  # noqa: E402
 
 GENERATING = ("eager", "graphs", "chunked-eager", "chunked", "dspark-eager", "dspark", "serve")
 RECORDED = ("generated-whole", "generated-chunks")
@@ -49,11 +49,7 @@ on the same checkpoint and tokens."""
 
 
 def run_stage(name: str, args: argparse.Namespace) -> int:
-    """Run one stage in a fresh process and store its JSON, also when it fails."""
-    path = args.out / f"{name}.json"
-    if path.exists() and not args.again and json.loads(path.read_text()).get("ok"):
-        print(f"{name}: done before", flush=True)
-        return 0
+    """Run one stage in a fresh process with the environment of its arm."""
     environment = dict(os.environ)
     environment.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     environment.update(ENVIRONMENT.get(name, {}))
@@ -62,25 +58,7 @@ def run_stage(name: str, args: argparse.Namespace) -> int:
         environment.pop("AMPERE_DISGUISE", None)
     elif args.capability and name in PLUGIN_STAGES:
         environment["AMPERE_DISGUISE"] = args.capability
-    command = [sys.executable, __file__, "--inside", name, "--model", str(args.model), "--out", str(args.out)]
-    start = time.time()
-    with (args.out / f"{name}.log").open("w") as log:
-        try:
-            code = subprocess.run(
-                command, env=environment, stdout=log, stderr=subprocess.STDOUT, timeout=540
-            ).returncode
-        except subprocess.TimeoutExpired:
-            code = -1
-    result = json.loads(path.read_text()) if path.exists() else {"ok": False, "error": f"exit code {code}, no result"}
-    result["ok"] = bool(result.get("ok")) and code == 0
-    result["wall_s"] = round(time.time() - start, 1)
-    result["commit"] = args.commit
-    result["shared_gpu"] = "PROVE_SHARED_GPU" in os.environ
-    path.write_text(json.dumps(result, indent=1))
-    print(f"{name}: {'ok' if result['ok'] else 'FAILED'} in {result['wall_s']} s  {summary(result)}", flush=True)
-    if not result["ok"]:
-        print(result.get("error", ""), *(args.out / f"{name}.log").read_text().splitlines()[-args.tail :], sep="\n")
-    return 0 if result["ok"] else 1
+    return run_process(__file__, name, args, environment)
 
 
 def run_together(names: tuple[str, ...], args: argparse.Namespace) -> int:
@@ -113,10 +91,6 @@ def inside(name: str, args: argparse.Namespace) -> None:
         result = {"ok": False, "error": traceback.format_exc(limit=-6)}
     result["stage_s"] = round(time.time() - start, 1)
     (args.out / f"{name}.json").write_text(json.dumps(result, indent=1))
-
-
-def summary(result: dict) -> str:
-    return ", ".join(f"{key} {value}" for key, value in result.get("facts", {}).items())
 
 
 def report(out: pathlib.Path) -> str:

@@ -17,15 +17,15 @@ import argparse
 import json
 import os
 import pathlib
-import subprocess
 import sys
-import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
+
+from running import run_process  # noqa: E402  (found through the path above)
 
 DSPARK = {"method": "dspark", "num_speculative_tokens": 5}
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -50,31 +50,11 @@ TIE = 0.125  # log-probability: what one bfloat16 step of a logit between 16 and
 
 
 def run_stage(name: str, args: argparse.Namespace) -> int:
-    path = args.out / f"{name}.json"
-    if path.exists() and not args.again and json.loads(path.read_text()).get("ok"):
-        print(f"{name}: done before", flush=True)
-        return 0
+    """Run one stage in a fresh process."""
     environment = {**os.environ, **EVERYWHERE, **ENVIRONMENT.get(name, {})}
     if args.capability:
         environment["AMPERE_DISGUISE"] = args.capability
-    command = [sys.executable, __file__, "--inside", name, "--model", str(args.model), "--out", str(args.out)]
-    start = time.time()
-    with (args.out / f"{name}.log").open("w") as log:
-        try:
-            code = subprocess.run(
-                command, env=environment, stdout=log, stderr=subprocess.STDOUT, timeout=540
-            ).returncode
-        except subprocess.TimeoutExpired:
-            code = -1
-    result = json.loads(path.read_text()) if path.exists() else {"ok": False, "error": f"exit code {code}, no result"}
-    result["ok"] = bool(result.get("ok")) and code == 0
-    result |= {"wall_s": round(time.time() - start, 1), "commit": args.commit}
-    path.write_text(json.dumps(result, indent=1))
-    facts = ", ".join(f"{key} {value}" for key, value in result.get("facts", {}).items())
-    print(f"{name}: {'ok' if result['ok'] else 'FAILED'} in {result['wall_s']} s  {facts}", flush=True)
-    if not result["ok"]:
-        print(result.get("error", ""), *(args.out / f"{name}.log").read_text().splitlines()[-args.tail :], sep="\n")
-    return 0 if result["ok"] else 1
+    return run_process(__file__, name, args, environment)
 
 
 def layout(name: str, model: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:

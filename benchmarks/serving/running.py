@@ -1,0 +1,50 @@
+"""A stage is a process: started with its environment, watched, its result kept as JSON, also when it fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Mapping
+
+LIMIT_S = 540
+
+
+def run_process(script: str, name: str, args: argparse.Namespace, environment: Mapping[str, str], **facts: Any) -> int:
+    """Run ``script --inside name`` and store OUT/name.json with ``facts``; 0 when it is ok, or was before.
+
+    ``args``: model, out, again, commit and tail of the command line.
+    """
+    path = args.out / f"{name}.json"
+    if path.exists() and not args.again and json.loads(path.read_text()).get("ok"):
+        print(f"{name}: done before", flush=True)
+        return 0
+    path.unlink(missing_ok=True)  # a process that dies early must not leave the result of another
+    command = [sys.executable, script, "--inside", name, "--model", str(args.model), "--out", str(args.out)]
+    start = time.time()
+    with (args.out / f"{name}.log").open("w") as log:
+        try:
+            code = subprocess.run(
+                command, env=dict(environment), stdout=log, stderr=subprocess.STDOUT, timeout=LIMIT_S
+            ).returncode
+        except subprocess.TimeoutExpired:
+            code = -1
+    result = json.loads(path.read_text()) if path.exists() else {"ok": False, "error": f"exit code {code}, no result"}
+    result["ok"] = bool(result.get("ok")) and code == 0
+    result |= {"wall_s": round(time.time() - start, 1), "commit": args.commit, **facts}
+    result["shared_gpu"] = "PROVE_SHARED_GPU" in os.environ
+    path.write_text(json.dumps(result, indent=1))
+    print(f"{name}: {'ok' if result['ok'] else 'FAILED'} in {result['wall_s']} s  {summary(result)}", flush=True)
+    if not result["ok"]:
+        print(result.get("error", ""), *(args.out / f"{name}.log").read_text().splitlines()[-args.tail :], sep="\n")
+    return 0 if result["ok"] else 1
+
+
+def summary(result: dict[str, Any]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in result.get("facts", {}).items())

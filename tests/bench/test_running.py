@@ -1,0 +1,48 @@
+"""A stage's process: its result is kept, a failure is a failure, and no result outlives the run that made it."""
+
+import argparse
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+PLACE = Path(__file__).parents[2] / "benchmarks/serving/running.py"
+STAGE = """
+import json, pathlib, sys
+out = pathlib.Path(sys.argv[sys.argv.index("--out") + 1])
+name = sys.argv[sys.argv.index("--inside") + 1]
+if name != "dies":
+    (out / f"{name}.json").write_text(json.dumps({"ok": name == "right", "facts": {"tokens": 64}, "error": "wrong"}))
+sys.exit(3 if name == "dies" else 0)
+"""
+
+
+@pytest.fixture
+def running():
+    spec = importlib.util.spec_from_file_location("running", PLACE)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_results_are_kept_and_judged(running, tmp_path, capsys):
+    script = tmp_path / "stage.py"
+    script.write_text(STAGE)
+    args = argparse.Namespace(model="m", out=tmp_path, again=False, commit="abc", tail=3)
+    assert running.run_process(str(script), "right", args, {}, gpus=2) == 0
+    kept = json.loads((tmp_path / "right.json").read_text())
+    assert (kept["ok"], kept["commit"], kept["gpus"], kept["facts"]) == (True, "abc", 2, {"tokens": 64})
+    assert "tokens 64" in capsys.readouterr().out
+    assert running.run_process(str(script), "right", args, {}) == 0
+    assert "done before" in capsys.readouterr().out
+    assert running.run_process(str(script), "wrong", args, {}) == 1
+
+
+def test_a_process_that_dies_does_not_show_an_older_result(running, tmp_path):
+    script = tmp_path / "stage.py"
+    script.write_text(STAGE)
+    (tmp_path / "dies.json").write_text(json.dumps({"ok": False, "error": "of last week"}))
+    args = argparse.Namespace(model="m", out=tmp_path, again=False, commit="abc", tail=3)
+    assert running.run_process(str(script), "dies", args, {}) == 1
+    assert json.loads((tmp_path / "dies.json").read_text())["error"] == "exit code 3, no result"
