@@ -154,7 +154,8 @@ def test_a_row_says_that_it_is_warm():
     assert outcome.rows[0]["cold"] is False
 
 
-def test_launches_of_ours_are_held_to_ampere_and_only_under_its_lowering():
+def test_launches_of_ours_are_held_to_ampere_and_only_under_its_lowering(monkeypatch):
+    monkeypatch.setattr(cases, "HIDDEN", 128)  # the kernel runs in the interpreter
     kernel = ops.kernel("mhc_post")
     ours = Arm("ours", lambda kwargs: lambda: kernel(**kwargs))
     device = fake_device.FakeDevice(l2_bytes=1)

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from deepinfer_sm80.ops.attention.device import dot
+
 
 @triton.jit(do_not_specialize=["n"])
 def dot_kernel(a_ptr, b_ptr, out_ptr, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
@@ -21,7 +23,7 @@ def dot_kernel(a_ptr, b_ptr, out_ptr, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.cons
     b_at = b_ptr + column.to(tl.int64)[None, :] * stride + k[:, None]
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for _ in range(0, n // BLOCK_K):
-        total = tl.dot(tl.load(a_at), tl.load(b_at), total)
+        total = dot(tl.load(a_at), tl.load(b_at), total)
         a_at += BLOCK_K
         b_at += BLOCK_K
     out_at = out_ptr + row.to(tl.int64)[:, None] * stride + column[None, :]
