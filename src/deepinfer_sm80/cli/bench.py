@@ -25,7 +25,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("family", choices=FAMILIES)
     parser.add_argument("--op", action="append", choices=list(ops.OPS), help="only this operator; may be repeated")
     parser.add_argument(
-        "--against", type=Path, metavar="FILE", help=f"rows of an earlier run: fail at {rows.SLOWER:+.0%} or more"
+        "--against", type=Path, metavar="FILE", help=f"rows of an earlier run: fail at {rows.SLOWER:+.0%}%"
     )
     parser.add_argument("--quick", action="store_true", help="one case an operator, fewer rounds")
     parser.add_argument("--lowering", choices=("sm80", "sm86", "native"), help="default: sm80 where it can be had")
@@ -33,7 +33,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace, device: Device | None = None) -> int:
-    """Print the table. Returns 1 for a median above the baseline's by more than 15 %, or a baseline and no GPU.
+    """Print the table. Returns 1 for a median 15 % or more above the baseline's, or a baseline and no GPU.
 
     ``device``: by default this machine's first GPU. Raises BenchmarkError, MissingTorchError.
     """
