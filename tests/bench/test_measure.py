@@ -103,8 +103,10 @@ def test_a_fault_outside_the_reference_rows_is_seen_beside_pytorch():
     unchecked = next(t for t in range(40) if t not in chosen.tolist())
     bad = good.clone()
     bad[unchecked, 0, 0] += 1
-    assert gate.disagreement("mhc_post", kwargs, kwargs, bad) == ""
-    assert "beside PyTorch" in gate.disagreement("mhc_post", kwargs, kwargs, bad, {"out": good})
+    assert gate.disagreement("mhc_post", gate.expected("mhc_post", kwargs), kwargs, bad) == ""
+    both = gate.expected("mhc_post", kwargs, {"out": good})
+    assert gate.disagreement("mhc_post", both, kwargs, good) == ""
+    assert "beside PyTorch" in gate.disagreement("mhc_post", both, kwargs, bad)
 
 
 def test_an_arm_that_raises_is_left_out_with_its_sentence():
@@ -126,6 +128,13 @@ def test_arms_take_turns():
     lanes = [lane for lane, _ in device.order]
     assert lanes[:9] == [0, 1, 2, 0, 1, 2, 2, 1, 0]
     assert lanes[9:] == [0, 1, 2]  # the gate's own round
+
+
+@pytest.mark.parametrize(("cost", "rounds"), [(10.0, 40), (15_000.0, 10), (1e6, 5)])
+def test_slow_arms_have_fewer_rounds(cost, rounds):
+    device = fake_device.FakeDevice([cost], l2_bytes=1)
+    outcome = measure.measure(cases.mhc(2), run_of(device, rounds=40), [arm("mhc_post")])
+    assert outcome.rows[0]["rounds"] == rounds
 
 
 def test_eager_is_recorded_beside_the_graph():

@@ -1,7 +1,7 @@
 """No row without agreement: what was timed is compared with the reference, on the tensors that were timed.
 
 Whole rows of a result are compared, some of them where the reference, a loop in Python, would take minutes for all;
-``against`` then holds every element to a second implementation that passed the same check.
+``whole`` then holds every element to a second implementation, our PyTorch form.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from deepinfer_sm80.testing.compare import assert_agrees
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
+
+    from deepinfer_sm80.ops.contract import Tolerance
 
 PER_TOKEN = {
     "mhc_post": ("x", "residual", "post_mix", "comb"),
@@ -45,31 +47,37 @@ class Part:
     select: Callable[[torch.Tensor], torch.Tensor]
 
 
-def disagreement(
-    op: str,
-    pristine: Mapping[str, Any],
-    used: Mapping[str, Any],
-    result: Any,
-    against: Mapping[str, torch.Tensor] | None = None,
-) -> str:
-    """What is wrong with ``result`` (and the arguments ``used``, where written in place), or nothing.
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What a call must give: by the reference for parts of it, and every result by another implementation."""
 
-    ``pristine``: the arguments before the first call. ``against``: every result of another implementation, by name.
-    """
+    parts: list[tuple[Callable[[torch.Tensor], torch.Tensor], dict[str, torch.Tensor]]]
+    whole: dict[str, torch.Tensor]
+
+
+def expected(op: str, pristine: Mapping[str, Any], whole: Mapping[str, torch.Tensor] | None = None) -> Expected:
+    """``pristine``: the arguments before the first call. ``whole``: results of another implementation, by name."""
+    checked = []
+    for part in parts(op, pristine):
+        arguments = {name: _on_cpu(value) for name, value in part.arguments.items()}
+        checked.append((part.select, named_results(op, arguments, ops.spec(op).reference(**arguments))))
+    return Expected(checked, dict(whole or {}))
+
+
+def disagreement(op: str, want: Expected, used: Mapping[str, Any], result: Any) -> str:
+    """What is wrong with ``result``, and with the arguments ``used`` where they are written in place; or nothing."""
     spec, actual = ops.spec(op), named_results(op, used, result)
     on_cuda = any(t.is_cuda for t in actual.values())
 
-    def bound(name: str) -> Any:
+    def bound(name: str) -> Tolerance:
         return spec.tolerance_of(name) if on_cuda else spec.tolerance_of(name).interpreted()
 
     try:
-        for part in parts(op, pristine):
-            arguments = {name: _on_cpu(value) for name, value in part.arguments.items()}
-            expected = named_results(op, arguments, spec.reference(**arguments))
-            for name, want in expected.items():
-                assert_agrees(f"{op}.{name}", part.select(actual[name]).cpu(), want, bound(name))
-        for name, want in (against or {}).items():
-            assert_agrees(f"{op}.{name} beside PyTorch", actual[name], want, bound(name))
+        for select, values in want.parts:
+            for name, value in values.items():
+                assert_agrees(f"{op}.{name}", select(actual[name]).cpu(), value, bound(name))
+        for name, value in want.whole.items():
+            assert_agrees(f"{op}.{name} beside PyTorch", actual[name], value, bound(name))
     except AssertionError as error:
         return str(error)
     return ""

@@ -14,7 +14,7 @@ from deepinfer_sm80.ops import variants
 from deepinfer_sm80.testing.cloning import clone_arguments
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from deepinfer_sm80.bench.cases import BenchCase
     from deepinfer_sm80.bench.ceilings import Ceilings
@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from deepinfer_sm80.bench.rows import Row
     from deepinfer_sm80.ops.contract import Cost
 
-ROUNDS, QUICK_ROUNDS = 40, 8
+ROUNDS, QUICK_ROUNDS, LEAST_ROUNDS = 40, 8, 5
+SECONDS = 3.0
+"""Of measured time for one case; slow baselines then have fewer rounds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,15 +96,15 @@ def measure(case: BenchCase, run: Run, arms: Sequence[Arm] | None = None) -> Out
             lanes.append(_lane(arm, copies, run))
         except Exception as error:  # whatever a baseline raises must not end the run of the others
             leave_out(arm.provider, f"{type(error).__name__}: {error}")
-    for at in statistics.interleaved(len(lanes), 1) + statistics.interleaved(len(lanes), run.rounds):
-        lane = lanes[at]
-        lane.samples.append(lane.timed.elapsed_us() / copies.calls)
-        if lane.eager is not None:
-            lane.eager_samples.append(lane.eager.elapsed_us() / copies.calls)
+    _time(lanes, copies.calls, run.rounds)
+    expected = _expected(case, copies, run.device)
     for lane in lanes:
-        fault = _fault(case, lane, copies, run.device)
+        try:
+            fault = _fault(case, lane, copies, expected, run.device)
+        except RuntimeError as error:  # out of memory, or the device's own
+            fault = f"could not be compared: {error}"
         if fault:
-            leave_out(lane.arm.provider, f"disagrees: {fault}")
+            leave_out(lane.arm.provider, fault)
         else:
             outcome.rows.append(_row(case, lane, copies, run))
     return outcome
@@ -145,6 +147,24 @@ def _lane(arm: Arm, copies: _Copies, run: Run) -> _Lane:
     return _Lane(arm, timed, eager, launches, occupancy)
 
 
+def _time(lanes: Sequence[_Lane], calls: int, rounds: int) -> None:
+    """Fill the samples: one round to warm up, then as many as SECONDS allow, LEAST_ROUNDS to ``rounds``."""
+
+    def once(order: Iterable[int]) -> float:
+        total = 0.0
+        for lane in (lanes[at] for at in order):
+            lane.samples.append(lane.timed.elapsed_us() / calls)
+            total += lane.samples[-1] * calls
+            if lane.eager is not None:
+                lane.eager_samples.append(lane.eager.elapsed_us() / calls)
+                total += lane.eager_samples[-1] * calls
+        return total
+
+    warm = once(range(len(lanes)))
+    affordable = int(SECONDS * 1e6 / warm) if warm else rounds
+    once(statistics.interleaved(len(lanes), min(rounds, max(LEAST_ROUNDS, affordable))))
+
+
 def _launched(call: Callable[[], Any]) -> set[str]:
     """Keys of our variants that one call launches."""
     before = set(variants.launched)
@@ -156,22 +176,29 @@ def _launched(call: Callable[[], Any]) -> set[str]:
         variants.launched.update(before)
 
 
-def _fault(case: BenchCase, lane: _Lane, copies: _Copies, device: Device) -> str:
-    """What the gate says about the first and the last copy after one more round of the arm alone."""
-    ends = sorted({0, len(copies.arguments) - 1})
-    pristine = {i: case.arguments(device.kind, i, copies.shared) for i in ends}
-    mutated = ops.spec(case.op).mutates
-    for i in ends:  # another arm has written the same values there
-        for name in mutated:
-            copies.arguments[i][name].untyped_storage().copy_(pristine[i][name].untyped_storage())
+def _expected(case: BenchCase, copies: _Copies, device: Device) -> dict[int, gate.Expected]:
+    """By number, what the first and the last copy must give: those whose results a lane keeps."""
+    found = {}
+    for i in sorted({0, len(copies.arguments) - 1}):
+        pristine = case.arguments(device.kind, i, copies.shared)
+        written = clone_arguments({name: pristine[name] for name in ops.spec(case.op).mutates})
+        arguments = {**pristine, **written}
+        whole = gate.named_results(case.op, arguments, ops.pytorch(case.op)(**arguments))
+        found[i] = gate.expected(case.op, pristine, whole)
+    return found
+
+
+def _fault(case: BenchCase, lane: _Lane, copies: _Copies, expected: Mapping[int, gate.Expected], device: Device) -> str:
+    """What the gate says after one more round of the arm alone, over arguments set back to their first state."""
+    for i in expected:
+        for name in ops.spec(case.op).mutates:  # another arm has written the same values there
+            fresh = case.arguments(device.kind, i, copies.shared)[name]
+            copies.arguments[i][name].untyped_storage().copy_(fresh.untyped_storage())
     lane.timed.elapsed_us()
-    for i, result in zip(ends, lane.timed.results, strict=False):
-        fresh = clone_arguments({name: value for name, value in pristine[i].items() if name in mutated})
-        expected = {**pristine[i], **fresh}
-        against = gate.named_results(case.op, expected, ops.pytorch(case.op)(**expected))
-        fault = gate.disagreement(case.op, pristine[i], copies.arguments[i], result, against)
+    for (i, want), result in zip(expected.items(), lane.timed.results, strict=False):
+        fault = gate.disagreement(case.op, want, copies.arguments[i], result)
         if fault:
-            return f"copy {i}: {fault}"
+            return f"disagrees: copy {i}: {fault}"
     return ""
 
 
@@ -200,6 +227,7 @@ def _row(case: BenchCase, lane: _Lane, copies: _Copies, run: Run) -> Row:
         "occupancy": lane.occupancy,
         "calls": copies.calls,
         "copies": len(copies.arguments),
+        "rounds": len(samples),
         "cold": copies.cold,
         "copy_bytes_per_s": run.ceilings.copy,
         "dot_flops_per_s": run.ceilings.dot,
