@@ -206,3 +206,28 @@ def test_absent_providers_give_a_reason():
     assert {item.provider for item in left} == {"vllm", "flashmla"}
     assert "ModuleNotFoundError: No module named 'vllm'" in {item.reason for item in left}
     assert "vllm-native" in {item.provider for item in providers.arms("mhc_post", "native", False)[1]}
+
+
+@pytest.mark.parametrize("op", SMALL)
+def test_the_reference_overrules_pytorch_where_both_forms_are_wrong_alike(op):
+    case = SMALL[op]
+    used = case.arguments("cpu", 0)
+    result = ops.pytorch(op)(**used)
+    results = {name: t.clone() for name, t in gate.named_results(op, used, result).items()}
+    want = gate.expected(op, case.arguments("cpu", 0), results)
+    assert gate.disagreement(op, want, used, result) == ""
+    spoilt = gate.named_results(op, used, result)
+    for name, tensor in spoilt.items():
+        row = tensor[-1:] if op != gate.GATHER else tensor[-1, tensor.shape[1] // 2]
+        row.view(torch.uint8).view(-1)[-1] ^= 0x40
+        want.whole[name].copy_(tensor)
+    assert gate.disagreement(op, want, used, result).startswith(f"{op}.")
+    assert "beside PyTorch" not in gate.disagreement(op, want, used, result)
+
+
+def test_a_gather_is_checked_at_both_ends_and_in_the_middle_of_every_request():
+    kwargs = cases.gather(2, 512).arguments("cpu", 0)
+    marked = torch.arange(2 * 512).view(2, 512)
+    seen = torch.cat([part.select(marked).flatten() for part in gate.parts(gate.GATHER, kwargs)])
+    assert {0, 63, 224, 287, 448, 511, 512, 1023} <= set(seen.tolist())
+    assert len(seen) == 2 * 3 * 64
