@@ -93,3 +93,7 @@ class PlanError(DeepInferError, ValueError):
 
 class SequenceStateError(DeepInferError, ValueError):
     template = "Sequence state: {what} must be {allowed}, found {found}. {remedy}"
+
+
+class BenchmarkError(DeepInferError, ValueError):
+    template = "Benchmark: {what} must be {allowed}, found {found}. {remedy}"

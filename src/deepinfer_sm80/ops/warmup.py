@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -52,9 +52,9 @@ class Warmup:
         return time.perf_counter() - self._started
 
 
-def compile_variant(variant: Variant) -> None:
-    """Compile ``variant`` as ``variants.run`` would, without launching it."""
+def compile_variant(variant: Variant) -> Any:
+    """Compile ``variant`` as ``variants.run`` would, without launching it; Triton's compiled kernel, which it keeps."""
     arguments = [_DTYPES[kind] if kind.startswith("*") else _VALUES[kind] for kind in variant.arguments.values()]
-    variant.function().warmup(
+    return variant.function().warmup(
         *arguments, **variant.constants, num_warps=variant.num_warps, num_stages=variant.num_stages, grid=(1,)
     )

@@ -1,0 +1,241 @@
+"""One run: every case, its arms in turn on the same cold tensors, a row for each arm that agrees with the reference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from deepinfer_sm80 import ops
+from deepinfer_sm80.bench import gate, providers, statistics
+from deepinfer_sm80.bench.lowering import CAPABILITIES
+from deepinfer_sm80.ops import variants
+from deepinfer_sm80.testing.cloning import clone_arguments
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from deepinfer_sm80.bench.cases import BenchCase
+    from deepinfer_sm80.bench.ceilings import Ceilings
+    from deepinfer_sm80.bench.gpu import Device, Timed
+    from deepinfer_sm80.bench.providers import Arm
+    from deepinfer_sm80.bench.rows import Row
+    from deepinfer_sm80.ops.contract import Cost
+
+ROUNDS, QUICK_ROUNDS, LEAST_ROUNDS = 40, 8, 5
+SECONDS = 3.0
+"""Of measured time for one case; slow baselines then have fewer rounds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What all rows of one run have in common. ``facts``: commit, torch, triton, driver and time for the rows."""
+
+    device: Device
+    lowering: str
+    ceilings: Ceilings
+    facts: dict[str, str]
+    rounds: int = ROUNDS
+
+    @property
+    def native_is_ampere(self) -> bool:
+        return self.device.capability == CAPABILITIES.get(self.lowering)
+
+
+@dataclass(slots=True)
+class Outcome:
+    """Rows of one case, and the arms without one: op, case, provider and the reason."""
+
+    rows: list[Row] = field(default_factory=list)
+    left_out: list[dict[str, str]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Lane:
+    """One arm that is ready to be timed."""
+
+    arm: Arm
+    timed: Timed
+    eager: Timed | None
+    launches: int | None
+    occupancy: str
+    samples: list[float] = field(default_factory=list)
+    eager_samples: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Copies:
+    """The arguments of every copy of a case, and how often all of them are called in one graph."""
+
+    arguments: list[dict[str, Any]]
+    shared: dict[str, torch.Tensor]
+    calls: int
+    cost: Cost
+    cold: bool
+
+
+def measure(case: BenchCase, run: Run, arms: Sequence[Arm] | None = None) -> Outcome:
+    """Time every arm of ``case`` and check it afterwards on the tensors that were timed.
+
+    ``arms``: by default those of ``providers.arms``. An arm that raises, or disagrees, is left out with the reason.
+    """
+    outcome = Outcome()
+
+    def leave_out(provider: str, reason: str) -> None:
+        outcome.left_out.append({"op": case.op, "case": case.name, "provider": provider, "reason": reason})
+
+    if arms is None:
+        arms, missing = providers.arms(case.op, run.lowering, run.native_is_ampere)
+        for absent in missing:
+            leave_out(absent.provider, absent.reason)
+    copies = _copies(case, run.device)
+    lanes = []
+    for arm in arms:
+        try:
+            lanes.append(_lane(arm, copies, run))
+        except Exception as error:  # whatever a baseline raises must not end the run of the others
+            leave_out(arm.provider, f"{type(error).__name__}: {error}")
+    _time(lanes, copies.calls, run.rounds)
+    expected = _expected(case, copies, run.device)
+    for lane in lanes:
+        try:
+            fault = _fault(case, lane, copies, expected, run.device)
+        except RuntimeError as error:  # out of memory, or the device's own
+            fault = f"could not be compared: {error}"
+        if fault:
+            leave_out(lane.arm.provider, fault)
+        else:
+            outcome.rows.append(_row(case, lane, copies, run))
+    return outcome
+
+
+def measure_all(cases: Iterable[BenchCase], run: Run, done: Callable[[Outcome], None]) -> Outcome:
+    """``measure`` of every case; ``done`` is called with each outcome as it is there."""
+    total = Outcome()
+    for case in cases:
+        outcome = measure(case, run)
+        total.rows += outcome.rows
+        total.left_out += outcome.left_out
+        done(outcome)
+    return total
+
+
+def _copies(case: BenchCase, device: Device) -> _Copies:
+    first = case.arguments(device.kind, 0)
+    cost = ops.spec(case.op).cost(**first)
+    large = 3 * device.l2_bytes
+    shared = {name: first[name] for name in case.pools if name in first and _bytes(first[name]) >= large}
+    tensors = {n: v for n, v in first.items() if isinstance(v, torch.Tensor) and n not in shared}
+    own = sum(map(_bytes, tensors.values())) + cost.bytes  # the result is no larger than the traffic
+    clones = statistics.clones_needed(cost.bytes, device.l2_bytes, device.free_bytes() // own)
+    rest = [case.arguments(device.kind, seed, shared) for seed in range(1, clones)]
+    calls = statistics.calls_in_graph(clones)
+    return _Copies([first, *rest], shared, calls, cost, clones * cost.bytes >= large)
+
+
+def _lane(arm: Arm, copies: _Copies, run: Run) -> _Lane:
+    ready = [arm.prepare(kwargs) for kwargs in copies.arguments]
+    calls = [ready[i % len(ready)] for i in range(copies.calls)]
+    keys = _launched(calls[0])
+    occupancy = "native"
+    if run.lowering in CAPABILITIES and not run.native_is_ampere and keys:
+        occupancy = run.device.limit_occupancy(sorted(keys), CAPABILITIES[run.lowering])
+    launches = run.device.launches(calls[0])
+    timed = run.device.capture(calls) if arm.graphed else run.device.eager(calls)
+    eager = run.device.eager(calls) if arm.eager_too else None
+    return _Lane(arm, timed, eager, launches, occupancy)
+
+
+def _time(lanes: Sequence[_Lane], calls: int, rounds: int) -> None:
+    """Fill the samples: one round to warm up, then as many as SECONDS allow, LEAST_ROUNDS to ``rounds``."""
+
+    def once(order: Iterable[int]) -> float:
+        total = 0.0
+        for lane in (lanes[at] for at in order):
+            lane.samples.append(lane.timed.elapsed_us() / calls)
+            total += lane.samples[-1] * calls
+            if lane.eager is not None:
+                lane.eager_samples.append(lane.eager.elapsed_us() / calls)
+                total += lane.eager_samples[-1] * calls
+        return total
+
+    warm = once(range(len(lanes)))
+    affordable = int(SECONDS * 1e6 / warm) if warm else rounds
+    once(statistics.interleaved(len(lanes), min(rounds, max(LEAST_ROUNDS, affordable))))
+
+
+def _launched(call: Callable[[], Any]) -> set[str]:
+    """Keys of our variants that one call launches."""
+    before = set(variants.launched)
+    variants.launched.clear()
+    try:
+        call()
+        return set(variants.launched)
+    finally:
+        variants.launched.update(before)
+
+
+def _expected(case: BenchCase, copies: _Copies, device: Device) -> dict[int, gate.Expected]:
+    """By number, what the first and the last copy must give: those whose results a lane keeps."""
+    found = {}
+    for i in sorted({0, len(copies.arguments) - 1}):
+        pristine = case.arguments(device.kind, i, copies.shared)
+        written = clone_arguments({name: pristine[name] for name in ops.spec(case.op).mutates})
+        arguments = {**pristine, **written}
+        whole = gate.named_results(case.op, arguments, ops.pytorch(case.op)(**arguments))
+        found[i] = gate.expected(case.op, pristine, whole)
+    return found
+
+
+def _fault(case: BenchCase, lane: _Lane, copies: _Copies, expected: Mapping[int, gate.Expected], device: Device) -> str:
+    """What the gate says after one more round of the arm alone, over arguments set back to their first state."""
+    for i in expected:
+        for name in ops.spec(case.op).mutates:  # another arm has written the same values there
+            fresh = case.arguments(device.kind, i, copies.shared)[name]
+            copies.arguments[i][name].untyped_storage().copy_(fresh.untyped_storage())
+    lane.timed.elapsed_us()
+    for (i, want), result in zip(expected.items(), lane.timed.results, strict=False):
+        fault = gate.disagreement(case.op, want, copies.arguments[i], result)
+        if fault:
+            return f"disagrees: copy {i}: {fault}"
+    return ""
+
+
+def _row(case: BenchCase, lane: _Lane, copies: _Copies, run: Run) -> Row:
+    samples = lane.samples[1:]  # the first round only warms up
+    p20, p50, p80 = (statistics.quantile(samples, q) for q in (0.2, 0.5, 0.8))
+    least = statistics.least_us(copies.cost, run.ceilings.copy, run.ceilings.dot)
+    row = {
+        "op": case.op,
+        "case": case.name,
+        "provider": lane.arm.provider,
+        "lowering": run.lowering,
+        "gpu": run.device.name,
+        "p20_us": round(p20, 3),
+        "p50_us": round(p50, 3),
+        "p80_us": round(p80, 3),
+        "bytes": copies.cost.bytes,
+        "flops": copies.cost.flops,
+        "roofline_share": round(least / p50, 4),
+        "gate": True,
+        **run.facts,
+        "family": ops.OPS[case.op],
+        "sms": run.device.sms,
+        "graphed": lane.arm.graphed,
+        "launches": lane.launches,
+        "occupancy": lane.occupancy,
+        "calls": copies.calls,
+        "copies": len(copies.arguments),
+        "rounds": len(samples),
+        "cold": copies.cold,
+        "copy_bytes_per_s": run.ceilings.copy,
+        "dot_flops_per_s": run.ceilings.dot,
+    }
+    if lane.eager_samples:
+        row["eager_p50_us"] = round(statistics.quantile(lane.eager_samples[1:], 0.5), 3)
+    return row
+
+
+def _bytes(t: torch.Tensor) -> int:
+    return int(t.untyped_storage().nbytes())

@@ -1,0 +1,131 @@
+"""Rows of measurements, the summary that charts are drawn from, and the comparison with a baseline.
+
+A row is one JSON line with KEYS and more. Standard library only.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING, Any
+
+from deepinfer_sm80.errors import BenchmarkError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from pathlib import Path
+
+Row = dict[str, Any]
+
+KEYS = (
+    "op",
+    "case",
+    "provider",
+    "lowering",
+    "gpu",
+    "p20_us",
+    "p50_us",
+    "p80_us",
+    "bytes",
+    "flops",
+    "roofline_share",
+    "gate",
+    "commit",
+    "torch",
+    "triton",
+    "driver",
+    "time",
+)
+IDENTITY = ("gpu", "lowering", "op", "case", "provider")
+SUMMARY = "sm80_benchmark_summary.json"
+ROWS = "microbench.jsonl"
+SLOWER = 0.15
+"""Against a baseline, a median this share above it, or more, fails."""
+
+_RESOURCE_NUMBERS = ("shared", "registers", "spills", "stack", "ctas_per_sm")
+
+
+def gpu_folder(gpu: str) -> str:
+    """The folder name of a GPU: "NVIDIA H200" -> "nvidia-h200"."""
+    return re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
+
+
+def append_rows(results: Path, rows: Sequence[Row]) -> None:
+    """Append to ``results``/<gpu>/microbench.jsonl. Raises BenchmarkError for a row that may not exist."""
+    for row in rows:
+        missing = [key for key in KEYS if key not in row]
+        if missing or row["gate"] is not True:
+            fault = f"without {', '.join(missing)}" if missing else f"with gate {row['gate']!r}"
+            raise BenchmarkError(
+                what="a row", allowed="all keys and gate true", found=fault, remedy="Nothing was written."
+            )
+    for row in rows:
+        path = results / gpu_folder(row["gpu"]) / ROWS
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of one JSON-lines file. Raises BenchmarkError where it cannot be read as such."""
+    try:
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, ValueError) as error:
+        raise BenchmarkError(
+            what=f"{path}", allowed="a file of rows, one JSON object a line", found=error, remedy="Name another file."
+        ) from error
+
+
+def latest(rows: Iterable[Row]) -> list[Row]:
+    """The last row of every IDENTITY, ordered by it."""
+    found = {tuple(row[key] for key in IDENTITY): row for row in rows}
+    return [found[key] for key in sorted(found)]
+
+
+def summarise(results: Path, resource_page: Path) -> dict[str, Any]:
+    """What every row file below ``results`` says last, and the resources of the compiled kernels."""
+    rows = [row for path in sorted(results.glob(f"*/{ROWS}")) for row in read_rows(path)]
+    return {"resources": read_resources(resource_page), "rows": latest(rows)}
+
+
+def write_summary(results: Path, resource_page: Path) -> Path:
+    """Write ``summarise`` to ``results``; one line for each row and each kernel."""
+    summary, path = summarise(results, resource_page), results / SUMMARY
+    parts = []
+    for name, items in summary.items():
+        lines = ",\n".join(json.dumps(item) for item in items)
+        parts.append(f'"{name}": [\n{lines}\n]' if items else f'"{name}": []')
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("{" + ",\n".join(parts) + "}\n", encoding="utf-8")
+    return path
+
+
+def read_resources(page: Path) -> list[Row]:
+    """The table of docs/resources.md as rows: op, variant, arch, triton, and numbers in bytes and registers."""
+    found = []
+    for line in page.read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip().strip("`") for cell in line.strip("|").split("|")]
+        if len(cells) == 9 and cells[2].startswith("sm_"):
+            numbers = dict(zip(_RESOURCE_NUMBERS, map(int, cells[4:]), strict=True))
+            found.append({"op": cells[0], "variant": cells[1], "arch": cells[2], "triton": cells[3], **numbers})
+    return found
+
+
+def regressions(rows: Iterable[Row], baseline: Iterable[Row]) -> tuple[list[str], int]:
+    """Sentences about medians of ours SLOWER or more above the baseline's, and how many rows had a baseline.
+
+    Rows are compared that have GPU, lowering, operator, case and provider in common.
+    """
+    before = {tuple(row[key] for key in IDENTITY): row["p50_us"] for row in latest(baseline)}
+    slower, compared = [], 0
+    for row in rows:
+        known = before.get(tuple(row[key] for key in IDENTITY))
+        if row["provider"] != "ours" or known is None:
+            continue
+        compared += 1
+        if row["p50_us"] >= known * (1 + SLOWER):
+            slower.append(
+                f"{row['op']} {row['case']}: {row['p50_us']:.2f} us, {row['p50_us'] / known - 1:+.1%} against "
+                f"{known:.2f} us (allowed: below {SLOWER:+.0%})"
+            )
+    return slower, compared

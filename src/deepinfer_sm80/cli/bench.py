@@ -1,0 +1,70 @@
+"""``deepinfer-sm80 bench FAMILY``: how fast the operators of a family are on this GPU, and whether that got worse."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from deepinfer_sm80 import ops
+from deepinfer_sm80.bench import rows
+from deepinfer_sm80.bench.report import NO_GPU
+from deepinfer_sm80.errors import MissingTorchError
+from deepinfer_sm80.hardware import torch_sees_a_gpu
+
+if TYPE_CHECKING:
+    import argparse
+
+    from deepinfer_sm80.bench.gpu import Device
+
+FAMILIES = ("engram", "mhc", "kv_cache", "indexer", "attention")
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser("bench", help="time the operators of a family beside their baselines on this GPU")
+    parser.add_argument("family", choices=FAMILIES)
+    parser.add_argument("--op", action="append", choices=list(ops.OPS), help="only this operator; may be repeated")
+    parser.add_argument(
+        "--against", type=Path, metavar="FILE", help=f"rows of an earlier run: fail at {rows.SLOWER:+.0%}%"
+    )
+    parser.add_argument("--quick", action="store_true", help="one case an operator, fewer rounds")
+    parser.add_argument("--lowering", choices=("sm80", "sm86", "native"), help="default: sm80 where it can be had")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+
+
+def run(args: argparse.Namespace, device: Device | None = None) -> int:
+    """Print the table. Returns 1 for a median 15 % or more above the baseline's, or a baseline and no GPU.
+
+    ``device``: by default this machine's first GPU. Raises BenchmarkError, MissingTorchError.
+    """
+    baseline = rows.read_rows(args.against) if args.against else []
+    if device is None:
+        if not torch_sees_a_gpu():
+            print(json.dumps({"gpu": None, "rows": []}) if args.json else NO_GPU)
+            return 1 if args.against else 0
+        from deepinfer_sm80.bench.gpu import CudaDevice
+
+        device = CudaDevice()
+    try:
+        from deepinfer_sm80.bench import report, session
+    except ModuleNotFoundError as error:
+        raise MissingTorchError(what="bench", package=error.name) from error
+    chosen = [op for op, family in ops.OPS.items() if family == args.family and op in (args.op or ops.OPS)]
+    found = session.run_operators(
+        chosen, device, args.lowering, quick=args.quick, say=(lambda _: None) if args.json else print
+    )
+    slower, compared = rows.regressions(found.rows, baseline)
+    if args.json:
+        answer = {"gpu": device.name, "rows": found.rows, "left_out": found.left_out, "slower": slower}
+        print(json.dumps(answer | {"compared": compared}, indent=1))
+    else:
+        print(report.absences(found.left_out))
+        print(_verdict(args.against, slower, compared, len(found.rows)))
+    return 1 if slower else 0
+
+
+def _verdict(against: Path | None, slower: list[str], compared: int, total: int) -> str:
+    if against is None:
+        return f"\n{total} rows; no baseline was named (--against FILE)"
+    lines = [f"SLOWER  {sentence}" for sentence in slower]
+    return "\n".join(["", *lines, f"{compared} rows of ours have a baseline in {against}, {len(slower)} are slower"])

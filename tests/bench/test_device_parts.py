@@ -1,0 +1,113 @@
+"""What a GPU run is made of, as far as it can be checked without one: the dot, the copies, the padding."""
+
+import json
+import os
+import subprocess
+import sys
+from collections import namedtuple
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from deepinfer_sm80.bench import ceilings, occupancy
+from deepinfer_sm80.hardware import LIMITS, Limits
+from deepinfer_sm80.ops import resources, warmup
+from deepinfer_sm80.ops.variants import Variant
+
+HOPPER = Limits(smem_per_cta=232_448, smem_per_sm=233_472, threads_per_sm=2048, ctas_per_sm=32)
+VARIANT = Variant("mhc_post", "x", "module:kernel", {}, num_warps=4)
+
+
+def test_the_dot_multiplies():
+    g = torch.Generator().manual_seed(0)
+    a, b = (torch.randn((256, 256), generator=g).bfloat16() for _ in range(2))
+    want = a.float() @ b.float().T
+    variant = next(ceilings.dot_variants())
+    out = torch.full((256, 256), float("nan")).bfloat16()
+    ceilings.dot(variant, a, b, out)
+    assert (out.float() - want).abs().max() <= want.abs().max() * 2**-7
+
+
+def test_ceilings_divide_work_by_time(monkeypatch):
+    done = []
+    monkeypatch.setattr(ceilings, "dot", lambda variant, a, b, out: done.append(variant.name))
+    times = {"n": 0}
+
+    def elapsed_us(work):
+        work()
+        times["n"] += 1
+        return 50.0 if done and done[-1] == "128x256x32" else 100.0
+
+    found = ceilings.measure_ceilings(elapsed_us, "cpu", 1000, 256)
+    assert found.copy == pytest.approx(2 * 1000 / 100e-6)
+    assert found.dot == pytest.approx(2 * 256**3 / 50e-6), "the best tile counts"
+    assert times["n"] == 13 * 4
+
+
+COMPILE = """
+import json, triton
+from dataclasses import asdict
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from deepinfer_sm80.bench import occupancy
+from deepinfer_sm80.bench.ceilings import dot_variants
+from deepinfer_sm80.ops.resources import compile_variant
+found = [asdict(compile_variant(v, c)) for v in dot_variants() for c in ((8, 0), (8, 6))]
+v = next(dot_variants())
+signature = {**v.arguments, **dict.fromkeys(v.constants, "constexpr")}
+source = ASTSource(fn=v.function(), signature=signature, constexprs=dict(v.constants), attrs={})
+kernel = triton.compile(source, target=GPUTarget("cuda", 80, 32))
+occupancy._replace_shared(kernel, 123_392)
+print(json.dumps([found, kernel.metadata.shared, list(kernel.packed_metadata)]))
+"""
+
+
+@pytest.mark.slow
+def test_the_dot_compiles_for_ampere_and_a_compiled_kernel_can_be_padded():
+    """About 10 s: it fits, does not spill, holds no instruction of a newer GPU; a launch would ask for what is said."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
+    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-800:]
+    found, shared, packed = json.loads(done.stdout)
+    assert len(found) == 6
+    assert all(r["ctas_per_sm"] >= 1 and r["spill_bytes"] == 0 and not r["foreign"] for r in found)
+    assert shared == 123_392
+    assert 123_392 in packed
+
+
+@pytest.mark.parametrize("ctas", [1, 2, 3, 7, 16, 31])
+@pytest.mark.parametrize("sm", [HOPPER, LIMITS[8, 6]])
+def test_padding_lets_exactly_so_many_ctas_in(ctas, sm):
+    padded = occupancy.padded_bytes(128, ctas, sm)
+    assert sm.ctas_that_fit(padded, 16, 1) == min(ctas, sm.ctas_per_sm)
+
+
+def test_padding_never_takes_memory_away():
+    assert occupancy.padded_bytes(70_000, 3, HOPPER) >= 70_000
+    assert occupancy.padded_bytes(200_000, 2, HOPPER) == 200_000
+
+
+def compiled_kernel(shared):
+    target = namedtuple("Target", "backend arch warp_size")("cuda", 80, 32)
+    made = namedtuple("Metadata", "num_warps num_ctas shared target")(4, 1, shared, target)
+    return SimpleNamespace(metadata=made, packed_metadata=(4, 1, shared), module="loaded", function="f", _run="r")
+
+
+@pytest.mark.parametrize(("shared", "ctas", "padded"), [(50_176, 3, True), (0, 16, False), (82_816, 2, False)])
+def test_a_launch_asks_for_more_where_this_gpu_would_hold_more(shared, ctas, padded, monkeypatch):
+    kernel = compiled_kernel(shared)
+    wanted = SimpleNamespace(ctas_per_sm=ctas, registers=32)
+    monkeypatch.setattr(resources, "compile_variant", lambda variant, capability: wanted)
+    monkeypatch.setattr(warmup, "compile_variant", lambda variant: kernel)
+    assert occupancy.limit(VARIANT, (8, 0), HOPPER) is padded
+    if padded:
+        assert kernel.metadata.shared > shared
+        assert kernel.packed_metadata == (4, 1, kernel.metadata.shared)
+        assert HOPPER.ctas_that_fit(kernel.metadata.shared, 32, 4) == ctas
+        assert kernel.module is None
+        assert kernel._run is None, "loaded again, with the larger limit"
+    else:
+        assert kernel.packed_metadata == (4, 1, shared)
+        assert kernel.module == "loaded"
