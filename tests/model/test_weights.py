@@ -145,10 +145,29 @@ def test_a_tensor_depends_on_seed_and_name_alone(micro, tensors):
 
 
 def test_stripes_do_not_change_a_tensor(monkeypatch, micro, tensors):
+    """Cut between heads and within them: gaussians in their order, structures row by row."""
     entries = expected_tensors(micro)
-    names = ("layers.0.attn.wq_b.weight", "layers.0.attn.wq_b.scale")
-    monkeypatch.setattr(weights, "_STRIPE", 32 * 32 * 7)
+    stems = ("layers.0.attn.wq_b", "layers.0.attn.wo_a", "layers.0.ffn.experts.0.w1", "layers.2.attn.indexer.wq_b")
+    names = ["embed.weight", *(f"{stem}.{part}" for stem in stems for part in ("weight", "scale"))]
+    monkeypatch.setattr(weights, "_STRIPE", 32 * 256 * 5)
     for name, tensor in weights.random_tensors(micro, {n: entries[n] for n in names}, seed=0):
-        assert tensor.shape == tensors[name].shape
-        assert len(tensor) % 7, "the last stripe must be a short one"
-        assert tensor.float().std() > 0
+        assert torch.equal(tensor, tensors[name]), name
+
+
+def test_threads_change_neither_order_nor_bits(micro, tensors):
+    before = torch.get_num_threads()
+    made = list(weights.random_tensors_ahead(micro, expected_tensors(micro), 0, threads=3))
+    assert torch.get_num_threads() == before
+    assert [name for name, _ in made] == list(tensors)
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in made)
+
+
+def test_tensors_are_made_a_few_ahead_and_no_more_after_the_end(monkeypatch, micro):
+    """What is ahead is in memory: a checkpoint of any size must not be."""
+    asked, make, before = [], weights._made, torch.get_num_threads()
+    monkeypatch.setattr(weights, "_made", lambda config, group, seed: asked.append(1) or make(config, group, seed))
+    coming = weights.random_tensors_ahead(micro, expected_tensors(micro), 0, threads=2)
+    next(coming), next(coming)
+    coming.close()
+    assert len(asked) <= 2 + 2
+    assert torch.get_num_threads() == before
