@@ -58,7 +58,8 @@ def write_checkpoint(
     The same seed and PyTorch build give the same bits. Symbolic links in ``directory`` are followed. Everything goes
     into a sibling directory that takes the name ``directory`` only when it is complete and on disk; any failure removes
     it. ``progress`` gets one line a shard, one every ten seconds within a shard, and one for what a run that was killed
-    has left there. It takes as many threads as this process may use cores, eight at most, and 4 GB of memory.
+    has left there. It uses as many threads as PyTorch would, eight at most, and up to 5 GB of memory (preset
+    ``layer``).
 
     Raises CheckpointError if ``directory`` exists and is not empty, is a mount point or the current directory, cannot
     be written or does not fit on the disk, or if somebody else wrote there meanwhile; MissingPackageError if the
@@ -213,15 +214,15 @@ def _write_shards(
     seed: int,
     progress: Callable[[str], None] | None,
 ) -> int:
-    require("torch"), require("numpy")  # numpy carries the tensors' bytes to the files
+    require("numpy")  # it carries the tensors' bytes to the files
+    threads = min(require("torch").get_num_threads(), _MOST_THREADS)
     from deepinfer_sm80.model.weights import random_tensors_ahead
 
     entries = {name: entry for shard in shards.values() for name, entry in shard.items()}
-    threads = min(len(os.sched_getaffinity(0)), _MOST_THREADS)
     total = 0
     with contextlib.closing(random_tensors_ahead(config, entries, seed, threads)) as tensors:
         for number, (file, shard) in enumerate(shards.items(), 1):
-            mine = itertools.islice(tensors, len(shard))
+            mine: Iterator[tuple[str, torch.Tensor]] = itertools.islice(tensors, len(shard))
             if progress:
                 mine = _watched(mine, file, len(shard), progress)
             total += safetensors_file.write(directory / file, shard, ((name, _raw(tensor)) for name, tensor in mine))

@@ -40,7 +40,7 @@ from deepinfer_sm80.model.weight_structure import ATTENTION, BIAS, ROPE_QUERY, T
 from deepinfer_sm80.ops.formats import fp8_block, mxfp4
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator, Iterator
     from concurrent.futures import Future
 
     from deepinfer_sm80.model.config import ModelConfig
@@ -119,7 +119,7 @@ def random_tensors(config: ModelConfig, tensors: Tensors, seed: int) -> Iterator
 
 def random_tensors_ahead(
     config: ModelConfig, tensors: Tensors, seed: int, threads: int
-) -> Iterator[tuple[str, torch.Tensor]]:
+) -> Generator[tuple[str, torch.Tensor]]:
     """``random_tensors`` with ``threads`` weights in the making while the caller has another: the same bits.
 
     Until it is exhausted or closed, PyTorch computes with one thread per operation. Threads that share an operation
