@@ -98,6 +98,26 @@ def test_a_topic_decides_its_experts_by_a_margin():
     assert without_bias > 0.15 * 8 * len(topics), "the bias must change the choice of many topics"
 
 
+@pytest.mark.parametrize(("name", "limit"), [("tiny", 0.05), ("layer", 0.15)])
+def test_no_topic_comes_near_a_tie_as_its_strength_falls(name, limit):
+    """The strengths that a topic has in normed hidden states, from the first layer to the last, and between."""
+    config, expected = preset(name), expected_tensors(preset(name))
+    topics = weight_structure.topics(config, 0)
+    strengths = torch.linspace(1.05, 0.35, 29)[:, None, None] * weight_structure.TOPIC
+    gates = [n.removesuffix(".weight") for n in expected if n.endswith(".gate.weight")]
+    assert len(gates) == config.num_hidden_layers + config.num_nextn_predict_layers
+    names = [f"{gate}.{kind}" for gate in gates for kind in ("weight", "bias")]
+    found = dict(weights.random_tensors(config, {n: expected[n] for n in names}, seed=0))
+    nearest = {}
+    for gate in gates:
+        draft = gate.startswith("mtp.")
+        chosen = config.dspark_num_experts_per_tok if draft else config.num_experts_per_tok
+        logits = strengths * (topics @ found[f"{gate}.weight"].float().T)
+        ranked = (torch.nn.functional.softplus(logits).sqrt() + found[f"{gate}.bias"]).sort(-1, descending=True).values
+        nearest[gate] = (ranked[..., chosen - 1] - ranked[..., chosen]).min().item()
+    assert {gate: margin for gate, margin in nearest.items() if margin < limit} == {}
+
+
 def test_index_keys_and_queries_share_what_attention_asks_for(micro, tensors):
     """On the layer that chooses rows, index scores and attention scores of the same rows go together."""
     latent = randn(300, weight_structure.CODE) @ weight_structure.code(0).T
