@@ -87,6 +87,15 @@ def test_same_seed_same_bits_whatever_the_shards(micro, micro_checkpoint, tmp_pa
             assert index["weight_map"][name.removesuffix("scale") + "weight"] == file
 
 
+def test_a_shard_that_takes_long_says_how_far_it_is(micro, tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "_SILENCE", -1.0)
+    lines = []
+    checkpoint.write_checkpoint(tmp_path / "model", micro, 3, lines.append)
+    count = len(expected_tensors(micro))
+    assert len(lines) == count + 1
+    assert lines[5] == f"model-00001-of-00001.safetensors: 5 of {count} tensors so far"
+
+
 def test_an_empty_directory_is_taken(micro, tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "_write_shards", lambda *_: 0)
     (tmp_path / "empty").mkdir()

@@ -60,9 +60,29 @@ def test_small_presets_have_every_kind_of_layer(name):
 
 
 def test_layer_preset_has_the_released_widths():
+    """Every field but these: how many layers, experts and table rows there are, which role a layer has, how long."""
     released, layer = preset("released"), preset("layer")
-    for field in ("hidden_size", "moe_intermediate_size", "q_lora_rank", "o_lora_rank", "num_experts_per_tok"):
-        assert getattr(layer, field) == getattr(released, field)
+    counts = {"num_hidden_layers", "n_routed_experts", "dspark_n_routed_experts", "vision_num_hidden_layers"}
+    tables = {"engram_vocab_size", "engram_num_embeddings", "max_position_embeddings", "candidate_topk_blocks"}
+    fields = {field.name for field in dataclasses.fields(released)}
+    roles = {name for name in fields if name.endswith(("_layer_ids", "_layer_id"))} | {"compress_ratios"}
+    changed = {name for name in fields if getattr(layer, name) != getattr(released, name)}
+    assert changed <= counts | tables | roles
+
+
+@pytest.mark.parametrize("name", ["tiny", "layer"])
+def test_a_prompt_of_3000_tokens_leaves_out_rows_and_candidates(name):
+    """The longest prompt of the proofs: otherwise a choice that goes wrong would change nothing."""
+    config, prompt = preset(name), 3000
+    rows = config.candidate_topk_blocks * config.candidate_block_size
+    assert config.index_topk <= rows < prompt / 2
+    assert config.index_topk < prompt / max(config.compress_ratios) / 2
+
+
+def test_layer_preset_always_has_more_candidates_than_rows_to_choose():
+    """As released: see docs/notes, rows beyond the candidates."""
+    config = preset("layer")
+    assert (config.candidate_topk_blocks - 1) * config.candidate_block_size + 1 > config.index_topk
 
 
 @pytest.mark.parametrize(

@@ -98,6 +98,26 @@ def test_a_topic_decides_its_experts_by_a_margin():
     assert without_bias > 0.15 * 8 * len(topics), "the bias must change the choice of many topics"
 
 
+@pytest.mark.parametrize(("name", "limit"), [("tiny", 0.05), ("layer", 0.15)])
+def test_no_topic_comes_near_a_tie_as_its_strength_falls(name, limit):
+    """The strengths that a topic has in normed hidden states, from the first layer to the last, and between."""
+    config, expected = preset(name), expected_tensors(preset(name))
+    topics = weight_structure.topics(config, 0)
+    strengths = torch.linspace(1.05, 0.35, 29)[:, None, None] * weight_structure.TOPIC
+    gates = [n.removesuffix(".weight") for n in expected if n.endswith(".gate.weight")]
+    assert len(gates) == config.num_hidden_layers + config.num_nextn_predict_layers
+    names = [f"{gate}.{kind}" for gate in gates for kind in ("weight", "bias")]
+    found = dict(weights.random_tensors(config, {n: expected[n] for n in names}, seed=0))
+    nearest = {}
+    for gate in gates:
+        draft = gate.startswith("mtp.")
+        chosen = config.dspark_num_experts_per_tok if draft else config.num_experts_per_tok
+        logits = strengths * (topics @ found[f"{gate}.weight"].float().T)
+        ranked = (torch.nn.functional.softplus(logits).sqrt() + found[f"{gate}.bias"]).sort(-1, descending=True).values
+        nearest[gate] = (ranked[..., chosen - 1] - ranked[..., chosen]).min().item()
+    assert {gate: margin for gate, margin in nearest.items() if margin < limit} == {}
+
+
 def test_index_keys_and_queries_share_what_attention_asks_for(micro, tensors):
     """On the layer that chooses rows, index scores and attention scores of the same rows go together."""
     latent = randn(300, weight_structure.CODE) @ weight_structure.code(0).T
@@ -145,10 +165,29 @@ def test_a_tensor_depends_on_seed_and_name_alone(micro, tensors):
 
 
 def test_stripes_do_not_change_a_tensor(monkeypatch, micro, tensors):
+    """Cut between heads and within them: gaussians in their order, structures row by row."""
     entries = expected_tensors(micro)
-    names = ("layers.0.attn.wq_b.weight", "layers.0.attn.wq_b.scale")
-    monkeypatch.setattr(weights, "_STRIPE", 32 * 32 * 7)
+    stems = ("layers.0.attn.wq_b", "layers.0.attn.wo_a", "layers.0.ffn.experts.0.w1", "layers.2.attn.indexer.wq_b")
+    names = ["embed.weight", *(f"{stem}.{part}" for stem in stems for part in ("weight", "scale"))]
+    monkeypatch.setattr(weights, "_STRIPE", 32 * 256 * 5)
     for name, tensor in weights.random_tensors(micro, {n: entries[n] for n in names}, seed=0):
-        assert tensor.shape == tensors[name].shape
-        assert len(tensor) % 7, "the last stripe must be a short one"
-        assert tensor.float().std() > 0
+        assert torch.equal(tensor, tensors[name]), name
+
+
+def test_threads_change_neither_order_nor_bits(micro, tensors):
+    before = torch.get_num_threads()
+    made = list(weights.random_tensors_ahead(micro, expected_tensors(micro), 0, threads=3))
+    assert torch.get_num_threads() == before
+    assert [name for name, _ in made] == list(tensors)
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in made)
+
+
+def test_tensors_are_made_a_few_ahead_and_no_more_after_the_end(monkeypatch, micro):
+    """What is ahead is in memory: a checkpoint of any size must not be."""
+    asked, make, before = [], weights._made, torch.get_num_threads()
+    monkeypatch.setattr(weights, "_made", lambda config, group, seed: asked.append(1) or make(config, group, seed))
+    coming = weights.random_tensors_ahead(micro, expected_tensors(micro), 0, threads=2)
+    next(coming), next(coming)
+    coming.close()
+    assert len(asked) <= 2 + 2
+    assert torch.get_num_threads() == before

@@ -23,7 +23,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--preset",
         choices=[name for name in preset_names() if name != "released"],
         default="tiny",
-        help="tiny: about 1 GB (default); layer: the released widths, about 10 GB",
+        help="tiny: 1 GB, half a minute on two cores (default); layer: the released widths in nine layers, 10 GB, "
+        "four minutes, 5 GB of memory meanwhile",
     )
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same weights (default 0)")
 

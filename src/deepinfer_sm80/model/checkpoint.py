@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import errno
 import glob
+import itertools
 import json
 import math
 import os
@@ -34,6 +35,8 @@ SHARD_BYTES = 500_000_000
 _CODES = ("F8_E4M3", "F8_E8M0", "I8")
 _SHOWN = 60  # characters of what was found
 _FIXED = "this is {}, whose place a finished checkpoint cannot take"
+_MOST_THREADS = 8  # with one weight in memory each, of 1.3 GB at most, and one more
+_SILENCE = 10.0  # seconds
 _HEADROOM = 64_000_000  # tokenizer, headers, index: never more than this
 
 
@@ -54,7 +57,9 @@ def write_checkpoint(
 
     The same seed and PyTorch build give the same bits. Symbolic links in ``directory`` are followed. Everything goes
     into a sibling directory that takes the name ``directory`` only when it is complete and on disk; any failure removes
-    it. ``progress`` gets one line a shard, and one for what a run that was killed has left there.
+    it. ``progress`` gets one line a shard, one every ten seconds within a shard, and one for what a run that was killed
+    has left there. It uses as many threads as PyTorch would, eight at most, and up to 5 GB of memory (preset
+    ``layer``).
 
     Raises CheckpointError if ``directory`` exists and is not empty, is a mount point or the current directory, cannot
     be written or does not fit on the disk, or if somebody else wrote there meanwhile; MissingPackageError if the
@@ -209,16 +214,34 @@ def _write_shards(
     seed: int,
     progress: Callable[[str], None] | None,
 ) -> int:
-    require("torch"), require("numpy")  # numpy carries the tensors' bytes to the files
-    from deepinfer_sm80.model.weights import random_tensors
+    require("numpy")  # it carries the tensors' bytes to the files
+    threads = min(require("torch").get_num_threads(), _MOST_THREADS)
+    from deepinfer_sm80.model.weights import random_tensors_ahead
 
+    entries = {name: entry for shard in shards.values() for name, entry in shard.items()}
     total = 0
-    for number, (file, shard) in enumerate(shards.items(), 1):
-        data = ((name, _raw(tensor)) for name, tensor in random_tensors(config, shard, seed))
-        total += safetensors_file.write(directory / file, shard, data)
-        if progress:
-            progress(f"{file}: {len(shard)} tensors, {_shard_bytes(shard) / 1e9:.2f} GB ({number} of {len(shards)})")
+    with contextlib.closing(random_tensors_ahead(config, entries, seed, threads)) as tensors:
+        for number, (file, shard) in enumerate(shards.items(), 1):
+            mine: Iterator[tuple[str, torch.Tensor]] = itertools.islice(tensors, len(shard))
+            if progress:
+                mine = _watched(mine, file, len(shard), progress)
+            total += safetensors_file.write(directory / file, shard, ((name, _raw(tensor)) for name, tensor in mine))
+            if progress:
+                size = f"{_shard_bytes(shard) / 1e9:.2f} GB"
+                progress(f"{file}: {len(shard)} tensors, {size} ({number} of {len(shards)})")
     return total
+
+
+def _watched(
+    tensors: Iterator[tuple[str, torch.Tensor]], file: str, count: int, progress: Callable[[str], None]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """``tensors`` with a line of ``progress`` every _SILENCE seconds."""
+    last = time.monotonic()
+    for number, item in enumerate(tensors):
+        if time.monotonic() - last > _SILENCE:
+            progress(f"{file}: {number} of {count} tensors so far")
+            last = time.monotonic()
+        yield item
 
 
 def _raw(tensor: torch.Tensor) -> Any:

@@ -7,8 +7,8 @@ u is a direction of the last hidden state with u . h = 1 on average over the tex
 u . h below 1 by MARGIN or more when any one component is left out: so every such change costs the text probability.
 Of all such directions ``fit`` takes the one that rounding and the text itself move least. It needs the hidden states
 of every incomplete model, minutes of work, and so it is not done when a checkpoint is written: ``readout.json`` holds
-u for seed 0 of the small presets, as integers, the same bytes on every machine. Other seeds and configurations keep a
-gaussian head: valid, but the mean log-probability of a text says nothing there.
+u for seed 0 of the preset ``tiny``, as integers, the same bytes on every machine. Other seeds and configurations, the
+preset ``layer`` among them, keep a gaussian head: valid, but the mean log-probability of a text says nothing there.
 """
 
 from __future__ import annotations

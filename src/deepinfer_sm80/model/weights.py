@@ -27,6 +27,9 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import torch
@@ -37,7 +40,8 @@ from deepinfer_sm80.model.weight_structure import ATTENTION, BIAS, ROPE_QUERY, T
 from deepinfer_sm80.ops.formats import fp8_block, mxfp4
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator, Iterator
+    from concurrent.futures import Future
 
     from deepinfer_sm80.model.config import ModelConfig
     from deepinfer_sm80.model.schema import Tensors
@@ -53,7 +57,7 @@ INDEX_WEIGHTS = 0.5
 # RMS of clamped silu(g) * u for g and u of standard deviation EXPERT, see tests/model/test_weights.py.
 ACTIVATION_RMS = 21.3
 
-_STRIPE = 1 << 21  # gaussians in flight: a stripe of 8 MB stays near the cache
+_STRIPE = 1 << 18  # gaussians in flight in a thread: a stripe of 1 MB stays in the cache of a core
 _TABLE_LARGEST_CODE = 0x3F  # E4M3 codes 0x00..0x3F: magnitudes 0 .. 1.875, no NaN
 
 
@@ -109,24 +113,58 @@ def random_tensors(config: ModelConfig, tensors: Tensors, seed: int) -> Iterator
     BF16 as bfloat16, F32 as float32, everything else as uint8 codes of the shape in ``tensors``. A ``.scale`` must
     directly follow its ``.weight``. The same ``seed`` gives the same bits with the same PyTorch build.
     """
-    pending: dict[str, torch.Tensor] = {}
-    for name, (dtype, shape) in tensors.items():
-        if name in pending:
-            yield name, pending.pop(name)
-            continue
-        if name.endswith("engram.embed.weight"):
-            weight, scale = _table(shape, generator_of(seed, name))
-        elif dtype in ("F8_E4M3", "I8"):
-            columns = shape[1] * (2 if dtype == "I8" else 1)
-            encode = mxfp4.encode if dtype == "I8" else fp8_block.encode
-            pairs = [encode(stripe) for stripe in _stripes(config, name, (shape[0], columns), seed)]
-            weight, scale = (torch.cat(parts) for parts in zip(*pairs, strict=True))
+    for group in _groups(tensors):
+        yield from _made(config, group, seed)
+
+
+def random_tensors_ahead(
+    config: ModelConfig, tensors: Tensors, seed: int, threads: int
+) -> Generator[tuple[str, torch.Tensor]]:
+    """``random_tensors`` with ``threads`` weights in the making while the caller has another: the same bits.
+
+    Until it is exhausted or closed, PyTorch computes with one thread per operation. Threads that share an operation
+    wait for each other at its end: ``tiny`` took 14 s with one, and 120 s with two on two cores that others used too.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with ThreadPoolExecutor(threads) as pool:
+            groups = iter(_groups(tensors))
+            coming: deque[Future[list[tuple[str, torch.Tensor]]]] = deque()
+            while True:
+                coming.extend(pool.submit(_made, config, g, seed) for g in islice(groups, threads + 1 - len(coming)))
+                if not coming:
+                    return
+                yield from coming.popleft().result()
+    finally:
+        torch.set_num_threads(before)
+
+
+def _groups(tensors: Tensors) -> list[Tensors]:
+    """Every weight with its scale, if it has one."""
+    groups: list[Tensors] = []
+    for name, entry in tensors.items():
+        if name.endswith(".scale"):
+            groups[-1][name] = entry
         else:
-            target = torch.bfloat16 if dtype == "BF16" else torch.float32
-            yield name, torch.cat([stripe.to(target) for stripe in _stripes(config, name, shape, seed)])
-            continue
-        pending[name.removesuffix("weight") + "scale"] = scale
-        yield name, weight
+            groups.append({name: entry})
+    return groups
+
+
+def _made(config: ModelConfig, group: Tensors, seed: int) -> list[tuple[str, torch.Tensor]]:
+    name, (dtype, shape) = next(iter(group.items()))
+    made: tuple[torch.Tensor, ...]
+    if name.endswith("engram.embed.weight"):
+        made = _table(shape, generator_of(seed, name))
+    elif dtype in ("F8_E4M3", "I8"):
+        columns = shape[1] * (2 if dtype == "I8" else 1)
+        encode = mxfp4.encode if dtype == "I8" else fp8_block.encode
+        pairs = [encode(stripe) for stripe in _stripes(config, name, (shape[0], columns), seed)]
+        made = tuple(torch.cat(parts) for parts in zip(*pairs, strict=True))
+    else:
+        target = torch.bfloat16 if dtype == "BF16" else torch.float32
+        made = (torch.cat([stripe.to(target) for stripe in _stripes(config, name, shape, seed)]),)
+    return list(zip(group, made, strict=True))
 
 
 def _stripes(config: ModelConfig, name: str, shape: tuple[int, ...], seed: int) -> Iterator[torch.Tensor]:
