@@ -7,7 +7,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
 
-from deepinfer_sm80.bench import report, rows, session
+from deepinfer_sm80.bench import report, rows, runner
 from deepinfer_sm80.bench.lowering import LOWERINGS
 from deepinfer_sm80.errors import BenchmarkError
 from deepinfer_sm80.hardware import torch_sees_a_gpu
@@ -39,7 +39,7 @@ def main(operators, description, argv=None, device=None):
 
         device = CudaDevice()
     try:
-        found = session.run_operators(
+        found = runner.run_operators(
             chosen,
             device,
             args.lowering,

@@ -231,3 +231,24 @@ def test_a_gather_is_checked_at_both_ends_and_in_the_middle_of_every_request():
     seen = torch.cat([part.select(marked).flatten() for part in gate.parts(gate.GATHER, kwargs)])
     assert {0, 63, 224, 287, 448, 511, 512, 1023} <= set(seen.tolist())
     assert len(seen) == 2 * 3 * 64
+
+
+INTERPRETED = [
+    cases.combine(2, 300),
+    cases.mapping(2),
+    cases.select(1, 600),
+    cases.index_queries(1),
+    cases.index_keys(3, 1),
+    cases.engram(1),
+    cases.gather(1, 128),
+    cases.prefill(1, 128),
+    cases.decode(1, 0),
+    pytest.param(cases.decode(1, 128), marks=pytest.mark.slow),  # 4 s
+]
+
+
+@pytest.mark.parametrize("case", INTERPRETED, ids=lambda case: case.name)
+def test_the_kernels_take_the_arguments_that_are_timed(case):
+    kwargs = case.arguments("cpu", 0)
+    want = gate.expected(case.op, case.arguments("cpu", 0))
+    assert gate.disagreement(case.op, want, kwargs, ops.kernel(case.op)(**kwargs)) == ""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from deepinfer_sm80 import cli, ops
-from deepinfer_sm80.bench import cases, lowering, rows, session
+from deepinfer_sm80.bench import cases, lowering, rows, runner
 from deepinfer_sm80.bench.measure import Outcome
 from deepinfer_sm80.cli import bench as bench_command
 from deepinfer_sm80.errors import BenchmarkError
@@ -107,7 +107,7 @@ def test_quick_records_nothing(small, tmp_path, capsys):
 
 def test_a_run_in_which_nothing_of_ours_agrees_fails(small, tmp_path, monkeypatch):
     script = load(BENCHMARKS / "microbench_sm80_part2.py")
-    monkeypatch.setattr(session.measure, "measure_all", lambda *_: Outcome())
+    monkeypatch.setattr(runner.measure, "measure_all", lambda *_: Outcome())
     arguments = ["--results", str(tmp_path), "--lowering", "native"]
     assert script.main(script.OPERATORS, script.__doc__, arguments, fake_device.FakeDevice()) == 1
 

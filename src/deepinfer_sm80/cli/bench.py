@@ -46,11 +46,11 @@ def run(args: argparse.Namespace, device: Device | None = None) -> int:
 
         device = CudaDevice()
     try:
-        from deepinfer_sm80.bench import report, session
+        from deepinfer_sm80.bench import report, runner
     except ModuleNotFoundError as error:
         raise MissingTorchError(what="bench", package=error.name) from error
     chosen = [op for op, family in ops.OPS.items() if family == args.family and op in (args.op or ops.OPS)]
-    found = session.run_operators(
+    found = runner.run_operators(
         chosen, device, args.lowering, quick=args.quick, say=(lambda _: None) if args.json else print
     )
     slower, compared = rows.regressions(found.rows, baseline)
