@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import tempfile
 import time
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from deepinfer_sm80 import hardware
+from deepinfer_sm80.errors import MissingTorchError, UnsupportedOptionError
 
 if TYPE_CHECKING:
     import argparse
@@ -35,19 +40,28 @@ def run(args: argparse.Namespace) -> int:
         print(f"\n3. Real text through the operators of one layer, {where}; each beside its reference")
         failed = _print_operators(directory, device)
         print("\n4. The whole model on 64 tokens of text, complete and with a part left out (docs/sensitivity.md: all)")
+        same = _print_cached(directory)
         _print_sensitivity(directory, device)
     seconds = time.perf_counter() - start
     verdict = "every operator agrees with its reference" if not failed else f"{failed} disagree with their references"
     print(f"\n{verdict} ({seconds:.0f} s)")
-    return 1 if failed else 0
+    return 1 if failed or not same else 0
 
 
 def _device(choice: str) -> str:
+    """The device, before anything is written. Raises MissingTorchError without torch or Triton, UnsupportedOptionError
+    for a GPU that is not there."""
+    for package in ("torch", "triton"):
+        if find_spec(package) is None:
+            raise MissingTorchError(what="demo", package=package)
+    there = hardware.torch_sees_a_gpu()
+    if choice == "cuda" and not there:
+        raise UnsupportedOptionError(
+            option="--device", found="cuda", allowed="cpu here: torch sees no CUDA GPU", remedy="Drop the option."
+        )
     # Triton decides between compiling and interpreting when a kernel module is imported, so this comes first.
     if choice == "auto":
-        import torch
-
-        choice = "cuda" if torch.cuda.is_available() else "cpu"
+        choice = "cuda" if there else "cpu"
     if choice == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"
     return choice
@@ -102,6 +116,32 @@ def _print_operators(directory: Path, device: str) -> int:
         failed += not found.agrees
         print(_row(case, found), flush=True)
     return failed
+
+
+def _print_cached(directory: Path) -> bool:
+    """Whether steps over the paged caches, chunks and single tokens, leave the bits of one pass on one CPU thread."""
+    import torch
+
+    from deepinfer_sm80.model import prose
+    from deepinfer_sm80.model.forward import TextModel
+    from deepinfer_sm80.model.requirements import require
+
+    tokenizer = require("tokenizers").Tokenizer.from_file(str(directory / "tokenizer.json"))
+    prompts = prose.prompts(lambda text: tokenizer.encode(text, add_special_tokens=False).ids)
+    ids = next(prompt for prompt in prompts if len(prompt) == 64)[:40]
+    model, threads = TextModel.from_checkpoint(directory), torch.get_num_threads()
+    torch.set_num_threads(1)  # more threads share a product out by its size, and then it sums in another order
+    try:
+        with torch.no_grad():
+            whole, state = model.hidden(ids), model.new_state()
+            bounds = (0, 17, 34, *range(35, len(ids) + 1))
+            steps = [model.step(ids[a:b], state).hidden for a, b in itertools.pairwise(bounds)]
+    finally:
+        torch.set_num_threads(threads)
+    same = torch.equal(torch.cat(steps), whole)
+    verdict = "cached = full, bit for bit" if same else "CACHED IS NOT FULL"
+    print(f"   {verdict}: {len(ids)} tokens in two chunks and {len(bounds) - 3} single steps against one pass")
+    return same
 
 
 def _print_sensitivity(directory: Path, device: str) -> None:
