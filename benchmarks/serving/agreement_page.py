@@ -22,7 +22,7 @@ REPLAY = """
 
 Log-probabilities of the tokens that vLLM generated on its default path, |difference| to `spec` taking the same steps
 (chunks, trimmed steps, prefix hit), and to `spec` computing every layer for every token. Allowed is a mean of {mean}
-over all requests: 0.01, or one and a half times what another order of the sums does to `spec` on the same tokens."""
+over all requests."""
 
 
 def full(result: dict[str, Any]) -> list[str]:

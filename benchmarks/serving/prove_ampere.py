@@ -20,14 +20,13 @@ import os
 import pathlib
 import sys
 import time
-import traceback
 from concurrent.futures import ThreadPoolExecutor
 
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
 import agreement_page  # noqa: E402  (found through the path above)
-from running import run_process, summary  # noqa: E402
+from running import failure, run_process, summary  # noqa: E402
 
 GENERATING = ("eager", "graphs", "chunked-eager", "chunked", "dspark-eager", "dspark", "serve")
 RECORDED = ("generated-whole", "generated-chunks")
@@ -88,7 +87,7 @@ def inside(name: str, args: argparse.Namespace) -> None:
         result = stages.FUNCTIONS[name](args.model, args.out)
         result.setdefault("ok", True)
     except Exception:
-        result = {"ok": False, "error": traceback.format_exc(limit=-6)}
+        result = failure()
     result["stage_s"] = round(time.time() - start, 1)
     (args.out / f"{name}.json").write_text(json.dumps(result, indent=1))
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
+import traceback
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -44,6 +46,12 @@ def run_process(script: str, name: str, args: argparse.Namespace, environment: M
     if not result["ok"]:
         print(result.get("error", ""), *(args.out / f"{name}.log").read_text().splitlines()[-args.tail :], sep="\n")
     return 0 if result["ok"] else 1
+
+
+def failure() -> dict[str, Any]:
+    """The result of a stage for the exception that is being handled; files without the folders of this machine."""
+    text = traceback.format_exc(limit=-6)
+    return {"ok": False, "error": re.sub(r'File "[^"]*?([^/"]+/[^/"]+)"', r'File "\1"', text)}
 
 
 def summary(result: dict[str, Any]) -> str:

@@ -121,6 +121,23 @@ def test_generated_tokens_are_judged_by_their_mean(load, monkeypatch, tmp_path):
     assert replayed(load, monkeypatch, tmp_path, 0.011, full_off=0.0)["ok"] is False
 
 
+def test_noise_of_another_order_lifts_no_limit(load, monkeypatch, tmp_path):
+    agreement, calls = load("agreement"), []
+    replayed(load, monkeypatch, tmp_path, 0.0, full_off=0.0)  # saves the runs
+    monkeypatch.setattr(agreement, "specification", lambda model, **switches: Spec())
+
+    def stepwise(spec, request, states):
+        calls.append(request)
+        return torch.full((2,), -2.0) + (0.011 if len(calls) % 2 else 0.4)
+
+    monkeypatch.setattr(agreement, "stepwise", stepwise)
+    found = agreement.spec_replay(tmp_path, tmp_path)
+    assert found["facts"]["mean_of_other_order"] > 0.3
+    assert found["facts"]["mean_without_replay"] > found["facts"]["mean"]
+    assert found["ok"] is False
+    assert found["limits"] == {"mean": 0.01}
+
+
 def test_agreement_that_needs_no_replay_proves_none(load, monkeypatch, tmp_path):
     assert replayed(load, monkeypatch, tmp_path, 0.005, full_off=0.5)["ok"] is False
 

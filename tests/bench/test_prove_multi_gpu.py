@@ -27,26 +27,30 @@ def run(logprobs, tokens, top):
 
 
 def write(folder, name, result):
+    values = {key: result.pop(key) for key in ("prompt_logprobs", "top") if key in result}
+    (folder / f"{name}.values").write_text(json.dumps(values))
     (folder / f"{name}.json").write_text(json.dumps(result))
 
 
 def test_layouts_are_judged_against_one_gpu(proof, tmp_path):
-    top = [[[-1.0, -1.1], [-2.0, -2.05], [-1.0, -3.0]]]
+    top = [[[-1.0, -1.1], [-2.0, -2.03], [-1.0, -3.0]]]
     write(tmp_path, "tp1", run([[-1.0, -2.0]], [[5, 6, 7]], top))
     write(tmp_path, "tp2", run([[-1.004, -2.008]], [[5, 9, 9]], top))
     found = proof.compare(tmp_path)
     assert found["ok"] is True
     assert found["rows"]["tp2"]["mean"] == pytest.approx(0.006)
     assert found["rows"]["tp2"]["same_tokens"] == "0 of 1 prompts"
-    assert found["rows"]["tp2"]["widest_gap_where_they_part"] == pytest.approx(0.05)
+    assert found["rows"]["tp2"]["widest_gap_where_they_part"] == pytest.approx(0.03)
     write(tmp_path, "compare", found)
     page = proof.report(tmp_path)
-    assert "| tp2 | ok | 1.0 | 0.006 | 0.008 | 0 of 1 prompts | 0.05 |" in page
+    assert "| tp2 | ok | 1.0 | 0.006 | 0.008 | 0 of 1 prompts | 0.03 |" in page
     assert "| pp2 | not run |" in page
 
 
 @pytest.mark.parametrize(
-    ("logprobs", "tokens"), [([[-1.0, -2.1]], [[5, 6, 7]]), ([[-1.0, -2.0]], [[5, 6, 8]])], ids=["far", "no tie"]
+    ("logprobs", "tokens"),
+    [([[-1.0, -2.1]], [[5, 6, 7]]), ([[-1.0, -2.0]], [[5, 6, 8]]), ([[-1.0, -2.0]], [[5, 9, 7]])],
+    ids=["far", "no tie", "two steps"],
 )
 def test_a_layout_that_differs_fails(proof, tmp_path, logprobs, tokens):
     top = [[[-1.0, -1.1], [-2.0, -2.05], [-1.0, -3.0]]]

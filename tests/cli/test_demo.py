@@ -45,7 +45,7 @@ def test_comparison_of_a_fault():
 
 def test_disagreement_is_shown_and_fails(monkeypatch, capsys, tmp_path):
     wrong = compare_with_reference(OP, arguments())
-    wrong = type(wrong)(OP, False, "mhc_post.out: worst element 9 ulp", 0.5, wrong.values, wrong.arguments)
+    wrong = type(wrong)(OP, False, "mhc_post.out: worst element 9 ulp", 0.5, wrong.values, wrong.arguments, {})
     (tmp_path / "config.json").write_text("{}", encoding="utf-8")
     monkeypatch.setattr("deepinfer_sm80.cli.demo_operators.walk", lambda directory, device: iter([("T3", wrong)]))
     monkeypatch.setattr("deepinfer_sm80.cli.demo._print_sensitivity", lambda directory, device: None)

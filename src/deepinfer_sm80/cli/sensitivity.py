@@ -43,9 +43,16 @@ def run(args: argparse.Namespace) -> int:
     for line in rows(table):
         print(line)
     if args.json:
-        facts = {"lengths": list(args.lengths), "device": args.device, **dataclasses.asdict(table)}
+        facts = {"lengths": list(args.lengths), "device": _named(args.device), **dataclasses.asdict(table)}
         args.json.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     return 0 if within_limits(table) else 1
+
+
+def _named(device: str) -> str:
+    """The GPU's name for a CUDA device: a figure names its machine."""
+    import torch
+
+    return torch.cuda.get_device_name(device) if device.startswith("cuda") else device
 
 
 def measure(directory: Path, lengths: tuple[int, ...], device: str, components: tuple[str, ...] | None = None) -> Table:

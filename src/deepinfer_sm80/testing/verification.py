@@ -53,7 +53,7 @@ def verify(op: str, device: str) -> Verdict:
     for name, kwargs in cases:
         with poisoned_empty():
             found = compare_with_reference(op, kwargs, run)
-        strays = stray_bytes(op, kwargs, found.arguments)
+        strays = stray_bytes(op, kwargs, found.arguments, found.reference_arguments)
         if not found.agrees or strays:
             fault = f"{name}: {found.detail if not found.agrees else 'wrote outside its results: ' + ', '.join(strays)}"
             break

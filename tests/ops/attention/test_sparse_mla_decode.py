@@ -235,6 +235,15 @@ def test_kernel_leaves_zero_where_nothing_is_valid(splits, sink, monkeypatch, de
     assert torch.equal(out, torch.zeros_like(out))
 
 
+def test_kernel_takes_lists_and_lengths_that_begin_anywhere(device):
+    """A batch's decode rows are slices: their int32 lists and lengths start at any element."""
+    kwargs = narrow_case(device)
+    for name in ("q", "swa_indices", "swa_lens", "extra_indices", "extra_lens"):
+        kwargs[name] = kwargs[name][1:]
+    assert all(kwargs[name].data_ptr() % 16 for name in ("swa_indices", "swa_lens", "extra_indices", "extra_lens"))
+    assert_agrees("out", kernel.sparse_mla_decode(**kwargs), ops.spec(OP).reference(**kwargs), ops.spec(OP).tolerance)
+
+
 def test_kernel_masks_the_last_block_of_heads(device):
     kwargs = one_token(case("T3-H8-W134-E70-page64", device))
     kwargs |= {"q": kwargs["q"].repeat(1, 5, 1)[:, :39].contiguous(), "attn_sink": torch.zeros(39, device=device)}

@@ -155,6 +155,16 @@ def test_kernel_agrees_with_the_reference(device):
             assert torch.equal(storage_bytes(kwargs, argument), storage_bytes(for_kernel, argument)), argument
 
 
+def test_kernel_takes_lists_and_lengths_that_begin_anywhere(device):
+    """A chunk's rows are slices of the batch's: their int32 lists and lengths start at any element."""
+    kwargs = case("T4-H5-K200", device)
+    kwargs |= {"q": kwargs["q"][1:], "indices": kwargs["indices"][1:, 1:], "lens": (kwargs["lens"] - 1)[1:]}
+    assert kwargs["indices"].data_ptr() % 16
+    assert kwargs["lens"].data_ptr() % 16
+    got = kernel.sparse_mla_prefill(**kwargs)
+    assert_agrees("out", got, ops.spec(OP).reference(**kwargs), ops.spec(OP).tolerance)
+
+
 @pytest.mark.parametrize("heads", [17, 48])
 def test_kernel_masks_the_last_block_of_heads(heads, device):
     kwargs = case("T1-H64-K640", device)
