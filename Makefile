@@ -38,7 +38,7 @@ docs: $(STAMP) $(TRITON38)  ## write the generated tables of docs/
 	  $(BIN)/deepinfer-sm80 ops --resources; PYTHONPATH=.triton38 $(BIN)/deepinfer-sm80 ops --resources | tail -n +3; } > docs/.resources.new && mv docs/.resources.new docs/resources.md
 	@$(BIN)/python benchmarks/generate_charts.py --refresh >/dev/null
 	@$(BIN)/deepinfer-sm80 plan --page > docs/.05.new && mv docs/.05.new docs/05_TOPOLOGY_1M_CONTEXT_ANALYSIS_SM80.md
-	@$(BIN)/deepinfer-sm80 sensitivity --page benchmarks/results/nvidia-h200/sensitivity.json > docs/.sensitivity.new && mv docs/.sensitivity.new docs/sensitivity.md
+	@$(BIN)/deepinfer-sm80 sensitivity --page benchmarks/results/nvidia-h200/sensitivity-tiny.json benchmarks/results/nvidia-h200/sensitivity-layer.json > docs/.sensitivity.new && mv docs/.sensitivity.new docs/sensitivity.md
 
 clean:  ## remove the virtual environment, caches and build outputs
 	@rm -rf $(VENV) .vllm .triton38 build dist .pytest_cache .mypy_cache .ruff_cache src/*.egg-info

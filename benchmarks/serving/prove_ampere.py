@@ -8,8 +8,9 @@ Every stage is a process of its own, writes OUT/<stage>.json and takes less than
 skipped unless --again. On a GPU that is not compute capability 8.x the plugin stages need --capability 8.0 and the
 test aid ``ampere_disguise`` importable (PYTHONPATH); the stage ``logprobs-stock`` then runs vLLM's own path as the
 oracle. The spec stages read what the logprobs and generated stages saved and run ``model/`` instead of vLLM, without a
-GPU as well. Without --model the tiny checkpoint is written to OUT/tiny. --together runs the given stages at once on a
-GPU with room for all (about 16 GB each): every engine then gets a fixed KV cache of 2 GiB through vLLM's own options.
+GPU as well. Without --model the checkpoint of --preset is written to OUT/PRESET. --together runs the given stages at
+once on a GPU with room for all (about 16 GB each for ``tiny``): every engine then gets a fixed KV cache of 2 GiB
+through vLLM's own options.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ INTRODUCTION = """# Stock vLLM serving DeepSeek-V4.1 through this plugin
 
 Written by `benchmarks/serving/prove_ampere.py --report`; do not edit. No Ampere GPU was at hand: the plugin's stages
 ran on a newer GPU that takes an A100's decisions and runs an A100's code (PTX for sm_80). That shows the code, not an
-Ampere GPU's time or memory limits. The checkpoint is the preset `tiny`: random weights in the released format. `stock`
-is vLLM's own path for the GPU that is there, without this plugin; both arms of the comparison compute every layer for
-every token (`--no-swa-bounded-replay`). `spec` is the plain PyTorch model in `src/deepinfer_sm80/model`, run by itself
-on the same checkpoint and tokens."""
+Ampere GPU's time or memory limits. The checkpoint is the preset `{preset}`: random weights in the released format.
+`stock` is vLLM's own path for the GPU that is there, without this plugin; both arms of the comparison compute every
+layer for every token (`--no-swa-bounded-replay`). `spec` is the plain PyTorch model in `src/deepinfer_sm80/model`, run
+by itself on the same checkpoint and tokens."""
 
 
 def run_stage(name: str, args: argparse.Namespace) -> int:
@@ -57,7 +58,8 @@ def run_stage(name: str, args: argparse.Namespace) -> int:
         environment.pop("AMPERE_DISGUISE", None)
     elif args.capability and name in PLUGIN_STAGES:
         environment["AMPERE_DISGUISE"] = args.capability
-    return run_process(__file__, name, args, environment)
+    environment["PROVE_PRESET"] = args.preset
+    return run_process(__file__, name, args, environment, preset=args.preset)
 
 
 def run_together(names: tuple[str, ...], args: argparse.Namespace) -> int:
@@ -101,7 +103,7 @@ def report(out: pathlib.Path) -> str:
         return "no results yet"
     machine = next((r for r in results.values() if "gpu" in r), {})
     lines = [
-        INTRODUCTION,
+        INTRODUCTION.format(preset=next((r["preset"] for r in results.values() if "preset" in r), "tiny")),
         "",
         f"GPU: {machine.get('gpu')}; torch {machine.get('torch')}, Triton {machine.get('triton')}. Commit "
         f"{', '.join(sorted({r['commit'] for r in results.values() if r.get('commit')}))}.",
@@ -133,6 +135,7 @@ def main() -> int:
     parser.add_argument("--stage", action="append", choices=(*STAGES, "all"))
     parser.add_argument("--inside", choices=STAGES, help=argparse.SUPPRESS)
     parser.add_argument("--model", type=pathlib.Path)
+    parser.add_argument("--preset", default="tiny", choices=("tiny", "layer"), help="the checkpoint (default: tiny)")
     parser.add_argument("--out", type=pathlib.Path, required=True)
     parser.add_argument("--capability", help="8.0 or 8.6: prove on a newer GPU in the Ampere disguise")
     parser.add_argument("--together", action="store_true", help="run the given stages at once")
@@ -143,7 +146,7 @@ def main() -> int:
     args = parser.parse_args()
     args.out = args.out.resolve()
     args.out.mkdir(parents=True, exist_ok=True)
-    args.model = args.model or args.out / "tiny"
+    args.model = args.model or args.out / args.preset
     if args.inside:
         inside(args.inside, args)
         return 0

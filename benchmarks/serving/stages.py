@@ -105,7 +105,7 @@ def checkpoint(model: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
     from deepinfer_sm80.model.config import preset
 
     if not (model / "config.json").exists():
-        write_checkpoint(model, preset("tiny"), seed=0)
+        write_checkpoint(model, preset(os.environ["PROVE_PRESET"]), seed=0)
     return {"facts": {"GB": round(sum(f.stat().st_size for f in model.iterdir()) / 1e9, 2)}}
 
 

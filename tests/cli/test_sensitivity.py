@@ -24,12 +24,14 @@ def test_exit_code(monkeypatch, tmp_path, capsys, measured, code):
 
 def test_what_was_measured_becomes_the_page(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(sensitivity, "measure", lambda directory, lengths, device: table())
+    monkeypatch.setattr(sensitivity, "preset_of", lambda directory: "tiny")
     file = tmp_path / "measured.json"
     assert main(["sensitivity", str(tmp_path), "--lengths", "700", "1500", "--json", str(file)]) == 0
     assert json.loads(file.read_text())["lengths"] == [700, 1500]
     capsys.readouterr()
-    assert main(["sensitivity", "--page", str(file)]) == 0
+    assert main(["sensitivity", "--page", str(file), str(file)]) == 0
     page = capsys.readouterr().out
+    assert page.count("## Preset `tiny`") == 2
     assert "prompts of 700 and 1,500 tokens" in page
     assert "| nothing; rounding only | +0.0001 | 0.0050 | 0.030 |" in page
 

@@ -79,9 +79,10 @@ def test_a_prompt_of_3000_tokens_leaves_out_rows_and_candidates(name):
     assert config.index_topk < prompt / max(config.compress_ratios) / 2
 
 
-def test_layer_preset_always_has_more_candidates_than_rows_to_choose():
+@pytest.mark.parametrize("name", ["tiny", "layer"])
+def test_there_are_always_more_candidates_than_rows_to_choose(name):
     """As released: see docs/notes, rows beyond the candidates."""
-    config = preset("layer")
+    config = preset(name)
     assert (config.candidate_topk_blocks - 1) * config.candidate_block_size + 1 > config.index_topk
 
 

@@ -59,13 +59,13 @@ def head():
     ]
 
 
-def test_the_head_holds_the_direction_for_the_tokens_of_the_text(head):
+def test_the_head_holds_the_direction_against_all_tokens_but_those_of_the_text(head):
     u = readout.direction(preset("tiny"), 0)
     known = torch.zeros(len(head), dtype=torch.bool)
     known[sorted(prose.token_ids())] = True
     along = head.float() @ u / (u @ u)
     assert 1800 < known.sum() < 2300
-    assert along[known].mean().item() == pytest.approx(readout.GAIN, rel=0.02)
-    assert abs(along[~known].mean().item()) < 0.02
-    rest = head[known].float() - readout.GAIN * u
+    assert along[~known].mean().item() == pytest.approx(-readout.GAIN, rel=0.02)
+    assert abs(along[known].mean().item()) < 0.02
+    rest = head[~known].float() + readout.GAIN * u
     assert rest.square().sum(1).mean().sqrt().item() == pytest.approx(weights.LOGITS, rel=0.02)

@@ -26,7 +26,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("directory", metavar="DIR", nargs="?", type=Path, help="a checkpoint from make-checkpoint")
-    what.add_argument("--page", metavar="JSON", type=Path, help="print the page of a measurement instead of measuring")
+    what.add_argument(
+        "--page", metavar="JSON", type=Path, nargs="+", help="print the page of measurements instead of measuring"
+    )
     parser.add_argument(
         "--lengths", type=int, nargs="+", choices=LENGTHS[1:], default=TEXT, help="prompts to take (default: 1500)"
     )
@@ -37,15 +39,24 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     """Print a page or measure. Returns 1 when a component is too small or rounding too large, else 0."""
     if args.page:
-        print(page(json.loads(args.page.read_text(encoding="utf-8"))), end="")
+        print(page([json.loads(path.read_text(encoding="utf-8")) for path in args.page]), end="")
         return 0
     table = measure(args.directory, tuple(args.lengths), args.device)
     for line in rows(table):
         print(line)
     if args.json:
-        facts = {"lengths": list(args.lengths), "device": _named(args.device), **dataclasses.asdict(table)}
+        facts = {"preset": preset_of(args.directory), "lengths": list(args.lengths), "device": _named(args.device)}
+        facts |= dataclasses.asdict(table)
         args.json.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     return 0 if within_limits(table) else 1
+
+
+def preset_of(directory: Path) -> str:
+    """The name of the preset that the checkpoint in ``directory`` was written from; "another" if none fits."""
+    from deepinfer_sm80.model.config import ModelConfig, preset, preset_names
+
+    config = ModelConfig.from_dict(json.loads((directory / "config.json").read_text(encoding="utf-8")))
+    return next((name for name in preset_names() if preset(name) == config), "another")
 
 
 def _named(device: str) -> str:
@@ -90,27 +101,36 @@ def _row(change: Change) -> str:
     return f"| {name} | {change.mean:+.4f} | {change.size:.4f} | {change.largest:.3f} |"
 
 
-def page(measured: dict[str, Any]) -> str:
+def page(measurements: list[dict[str, Any]]) -> str:
     """``docs/sensitivity.md`` from what ``--json`` wrote."""
-    from deepinfer_sm80.model.sensitivity import ROUNDING, SENSITIVITY, Change, Table
+    from deepinfer_sm80.model.sensitivity import ROUNDING, SENSITIVITY
 
-    changes = tuple(Change(**change) for change in measured["changes"])
-    table = Table(measured["tokens"], measured["complete"], changes)
-    *others, last = (f"{length:,}" for length in measured["lengths"])
-    lengths = f"{', '.join(others)} and {last}" if others else last
-    return f"""# What the tiny checkpoint notices
+    return f"""# What the written checkpoints notice
 
-Written by `deepinfer-sm80 sensitivity --page`; do not edit. Log-probabilities, in nats, of {table.tokens:,} tokens
-of the frozen text (prompts of {lengths} tokens) under the preset `tiny`, seed 0, by the
-specification on: {measured["device"]}. The head was fitted to the prompts of 700, 1,500 and 3,000
-tokens; other text notices less. Complete, the mean is {table.complete:.4f}; a model that knew nothing would give
--11.77.
+Written by `deepinfer-sm80 sensitivity --page`; do not edit. Log-probabilities, in nats, of tokens of the frozen text
+under a preset's checkpoint of seed 0, by the specification. The heads were fitted to the prompts of 700, 1,500 and
+3,000 tokens; other text notices less. A model that knew nothing would give -11.77.
 
 A component counts as noticed when leaving it out lowers the mean by {SENSITIVITY} or more. Rounding is that of another
 correct implementation (TF32 mixing, unrounded probabilities, every product off by 2^-10 of itself) and may move a
 log-probability by {ROUNDING} on average.
 
-{chr(10).join(rows(table))}
+{chr(10).join(_section(measured) for measured in measurements)}
+How a checkpoint comes to know the text: `src/deepinfer_sm80/model/readout.py`.
+"""
 
-How the checkpoint comes to know the text: `src/deepinfer_sm80/model/readout.py`.
+
+def _section(measured: dict[str, Any]) -> str:
+    from deepinfer_sm80.model.sensitivity import Change, Table
+
+    changes = tuple(Change(**change) for change in measured["changes"])
+    table = Table(measured["tokens"], measured["complete"], changes)
+    *others, last = (f"{length:,}" for length in measured["lengths"])
+    lengths = f"{', '.join(others)} and {last}" if others else last
+    return f"""## Preset `{measured["preset"]}`
+
+{table.tokens:,} tokens (prompts of {lengths} tokens) on: {measured["device"]}. Complete, the mean is
+{table.complete:.4f}.
+
+{chr(10).join(rows(table))}
 """

@@ -179,8 +179,7 @@ def _rope_scaling(values: Any) -> RopeScaling:
 
 def preset(name: str) -> ModelConfig:
     """``released``: DeepSeek-V4.1-Flash. ``tiny``: every kind of layer at full head and index widths, about 1 GB.
-    ``layer``: the released widths, nine layers of 16 experts, 10.1 GB; its head knows no text (``readout``). Raises
-    ModelConfigError."""
+    ``layer``: the released widths, nine layers of 16 experts, 10.1 GB. Raises ModelConfigError."""
     try:
         changes = _PRESETS[name]
     except KeyError:
@@ -208,7 +207,7 @@ _PRESETS: dict[str, dict[str, Any]] = {
         "kv_source_layer_ids": (2, 4),
         "index_source_layer_ids": (2, 4, 6),
         "candidate_source_layer_id": 4,
-        "candidate_topk_blocks": 64,
+        "candidate_topk_blocks": 72,  # 64 would be 512 rows, some fewer where the newest block is not full
         "engram_layer_ids": (1, 2),
         "engram_vocab_size": 2000,
         "engram_num_embeddings": table_rows(2, 2000, 4, 8),

@@ -194,10 +194,13 @@ class TextModel:
     def prompt_logprobs(self, tokens: Sequence[int] | torch.Tensor, choices: Choices | None = None) -> torch.Tensor:
         """Token ids [T] -> float32 [T - 1]: log-probability of every token but the first, given those before it."""
         ids = torch.as_tensor(tokens, dtype=torch.int64, device=self.device)
-        found = []
-        for h, following in zip(
-            self.hidden(ids, choices)[:-1].split(_ROWS_AT_ONCE), ids[1:].split(_ROWS_AT_ONCE), strict=True
-        ):
-            logits = self.logits(h).float()
-            found.append(logits.gather(1, following[:, None])[:, 0] - logits.logsumexp(-1))
-        return torch.cat(found)
+        return logprobs_of(self.hidden(ids, choices), self.head, ids)
+
+
+def logprobs_of(hidden: torch.Tensor, head: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """float32 [T - 1]: log-probability of every token but the first, from bfloat16 hidden [T, H] and head [V, H]."""
+    found = []
+    for h, following in zip(hidden[:-1].split(_ROWS_AT_ONCE), tokens[1:].split(_ROWS_AT_ONCE), strict=True):
+        logits = linear.project(h, head).float()
+        found.append(logits.gather(1, following[:, None])[:, 0] - logits.logsumexp(-1))
+    return torch.cat(found)

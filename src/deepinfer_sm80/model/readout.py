@@ -1,14 +1,17 @@
 """What a random head knows about the frozen text, so that a missing part of the model lowers the text's probability.
 
-    head[v] = LOGITS * gaussian[v] + GAIN * u    for every token v that the text contains, else without u
-    logit of v = noise + GAIN * (u . h)
+    head[v] = LOGITS * gaussian[v] - GAIN * u    for every token v that the text does not contain, else without u
+    logit of v = noise - GAIN * (u . h)
+
+The tokens of the text keep small logits, which bfloat16 rounds finely. With GAIN * u in their rows instead the
+probabilities would be the same, and rounding would move the logits by up to half a step of 2^-6 to 2^-5.
 
 u is a direction of the last hidden state with u . h = 1 on average over the text while the model is complete, and with
 u . h below 1 by MARGIN or more when any one component is left out: so every such change costs the text probability.
 Of all such directions ``fit`` takes the one that rounding and the text itself move least. It needs the hidden states
 of every incomplete model, minutes of work, and so it is not done when a checkpoint is written: ``readout.json`` holds
-u for seed 0 of the preset ``tiny``, as integers, the same bytes on every machine. Other seeds and configurations, the
-preset ``layer`` among them, keep a gaussian head: valid, but the mean log-probability of a text says nothing there.
+u for seed 0 of the presets ``tiny`` and ``layer``, as integers, the same bytes on every machine. Other seeds and
+configurations keep a gaussian head: valid, but the mean log-probability of a text says nothing there.
 """
 
 from __future__ import annotations
@@ -85,6 +88,11 @@ def fit(
             break
     u: torch.Tensor = (answer @ force).float()
     return u
+
+
+def forget() -> None:
+    """Read ``readout.json`` again at the next use: it has changed."""
+    _stored.cache_clear()
 
 
 @functools.cache

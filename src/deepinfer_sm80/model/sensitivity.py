@@ -95,12 +95,13 @@ def measure(model: Model, prompts: Sequence[Sequence[int]], components: Sequence
     """The table of ``components`` over ``prompts``; LONG_ONLY ones need prompts far longer than ``index_topk``."""
     complete = model.logprobs(prompts)
     with rounding_noise():
-        changes = [_change(ROUNDING_NOISE, model.logprobs(prompts) - complete)]
-    changes += [_change(name, model.logprobs(prompts, name) - complete) for name in components]
+        changes = [change_of(ROUNDING_NOISE, model.logprobs(prompts) - complete)]
+    changes += [change_of(name, model.logprobs(prompts, name) - complete) for name in components]
     return Table(len(complete), complete.mean().item(), tuple(changes))
 
 
-def _change(what: str, change: torch.Tensor) -> Change:
+def change_of(what: str, change: torch.Tensor) -> Change:
+    """The row of ``what`` from the changes of all log-probabilities, float32 [tokens]."""
     size = change.abs()
     return Change(what, change.mean().item(), size.mean().item(), size.max().item())
 

@@ -195,9 +195,9 @@ def _head(config: ModelConfig, name: str, shape: tuple[int, ...], seed: int) -> 
     u = readout.direction(config, seed)
     if u is None:
         return None
-    known = torch.zeros(shape[0], 1)
-    known[sorted(prose.token_ids())] = readout.GAIN
-    return Structure(lambda start, end: known[start:end] * u)
+    unlikely = torch.full((shape[0], 1), -readout.GAIN)
+    unlikely[sorted(prose.token_ids())] = 0.0
+    return Structure(lambda start, end: unlikely[start:end] * u)
 
 
 def _index_keys(config: ModelConfig, name: str, shape: tuple[int, ...], seed: int) -> Structure:
