@@ -14,7 +14,12 @@ from deepinfer_sm80.ops.variants import all_variants
 
 ROOT = Path(__file__).parents[2]
 SERVING = ROOT / "benchmarks/serving"
-RESULTS = ROOT / "benchmarks/results/nvidia-h200/prove_ampere"
+RESULTS = ROOT / "benchmarks/results/nvidia-h200"
+PAGES = {  # of docs/, by the folder of RESULTS
+    "prove_ampere": "serving-proof.md",
+    "prove_ampere_layer": "serving-proof-layer.md",
+    "prove_ampere_619a16f": "serving-proof-619a16f.md",
+}
 
 
 def load(name, monkeypatch):
@@ -71,14 +76,15 @@ def test_a_stage_that_dies_is_reported_and_fails_the_run(monkeypatch, tmp_path, 
     assert json.loads((tmp_path / "compare.json").read_text())["ok"] is False
 
 
-def test_the_page_shows_the_committed_results(monkeypatch):
+@pytest.mark.parametrize("results", PAGES)
+def test_the_pages_show_the_committed_results(monkeypatch, results):
     prove = load("prove_ampere", monkeypatch)
-    assert (ROOT / "docs/serving-proof.md").read_text(encoding="utf-8") == prove.report(RESULTS)
+    assert (ROOT / "docs" / PAGES[results]).read_text(encoding="utf-8") == prove.report(RESULTS / results)
 
 
 def test_every_kernel_a_proof_launched_is_in_the_closed_list():
     listed = {variant.key for variant in all_variants()}
-    results = [json.loads(path.read_text()) for path in RESULTS.glob("*.json")]
+    results = [json.loads(path.read_text()) for folder in PAGES for path in (RESULTS / folder).glob("*.json")]
     launched = {key for result in results for key in result.get("launched", ())}
     assert launched <= listed
 
