@@ -8,12 +8,10 @@ spec-replay   log-probabilities of generated tokens on vLLM's default path, the 
 
 from __future__ import annotations
 
-import contextlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import pathlib
-    from collections.abc import Iterator
 
     import torch
 
@@ -43,20 +41,6 @@ def specification(model: pathlib.Path, **switches: Any) -> TextModel:
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return TextModel.from_checkpoint(model, Switches(**switches), device)
-
-
-@contextlib.contextmanager
-def other_order() -> Iterator[None]:
-    """Every matrix product of the specification sums from the last column to the first."""
-    from deepinfer_sm80.model import linear
-
-    matmul, project = linear.matmul, linear.project
-    linear.matmul = lambda x, weight: matmul(x.flip(-1), weight.flip(-1))
-    linear.project = lambda x, weight: project(x.flip(-1), weight.flip(-1))
-    try:
-        yield
-    finally:
-        linear.matmul, linear.project = matmul, project
 
 
 def distribution(differences: torch.Tensor) -> dict[str, Any]:
@@ -130,6 +114,8 @@ def spec_full(model: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
     """Both arms against the specification. Fails where a limit of this file is exceeded."""
     import torch
 
+    from deepinfer_sm80.model import sensitivity
+
     arms = {arm: load_arm(out, arm) for arm in ARMS}
     prompts = [entry["prompt"] for entry in arms["plugin"]]
     if any([entry["prompt"] for entry in entries] != prompts for entries in arms.values()):
@@ -140,7 +126,7 @@ def spec_full(model: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
     with torch.no_grad():
         for number, prompt in enumerate(prompts):
             runs["free"].append(spec.prompt_logprobs(prompt).cpu())
-            with other_order():
+            with sensitivity.other_order():
                 arms[ORDER].append(watched_run(spec, prompt))
             for arm, entries in arms.items():
                 runs[arm].append(forced_run(spec, entries[number], flips[arm]))
@@ -195,6 +181,8 @@ def spec_replay(model: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
     """Generated tokens of vLLM's default path against the specification's steps, and against no replay at all."""
     import torch
 
+    from deepinfer_sm80.model import sensitivity
+
     spec = specification(model, bounded_replay=True)
     rows, same, full, order = [], [], [], []
     with torch.no_grad():
@@ -204,7 +192,7 @@ def spec_replay(model: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
             for request in torch.load(out / f"generated-{run}.pt"):
                 count = len(request["tokens"])
                 taken = stepwise(spec, request, states).cpu()
-                with other_order():
+                with sensitivity.other_order():
                     order.append(stepwise(spec, request, reordered).cpu() - taken)
                 steps = taken - request["logprobs"]
                 everything = spec.prompt_logprobs(request["prompt"] + request["tokens"]).cpu()[-count:]

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from deepinfer_sm80.model import sensitivity
 from deepinfer_sm80.model.choices import Choices
 from deepinfer_sm80.model.replay import StepMode
 
@@ -40,7 +41,7 @@ def recorded(mask):
 def arm(agreement, models):
     """What logprobs-ARM saves."""
     entries = []
-    with torch.no_grad(), agreement.other_order():
+    with torch.no_grad(), sensitivity.other_order():
         for prompt in PROMPTS:
             seen = Choices()
             logprobs = models[False].prompt_logprobs(prompt, seen)
@@ -70,7 +71,7 @@ def changed(arm, name, change):
 def test_another_order_changes_results_and_is_taken_back(agreement, models):
     with torch.no_grad():
         before = models[False].prompt_logprobs(PROMPTS[1])
-        with agreement.other_order():
+        with sensitivity.other_order():
             other = models[False].prompt_logprobs(PROMPTS[1])
         assert torch.equal(models[False].prompt_logprobs(PROMPTS[1]), before)
     assert 0 < (other - before).abs().mean() < 0.05
@@ -138,7 +139,7 @@ def serve(model, prompt, chunks, state, cached=0):
 def runs(agreement, models):
     """A prompt in one chunk and one that hits its first 256 tokens; the prompt in two chunks."""
     model, made = models[True], {}
-    with torch.no_grad(), agreement.other_order():
+    with torch.no_grad(), sensitivity.other_order():
         donor = model.new_state()
         made["whole"] = [serve(model, LONG, [260], donor)]
         hit, longer = donor.hit(256), LONG[:258] + PROMPTS[1]
@@ -167,7 +168,7 @@ def test_generated_tokens_agree_when_the_specification_takes_the_same_steps(agre
 
 def test_the_same_steps_in_the_same_order_of_sums_are_the_same_bits(agreement, models, runs):
     states = []
-    with torch.no_grad(), agreement.other_order():
+    with torch.no_grad(), sensitivity.other_order():
         for request in runs["whole"]:
             assert torch.equal(agreement.stepwise(models[True], request, states), request["logprobs"])
 

@@ -57,24 +57,32 @@ def stored_form(u: torch.Tensor, seed: int) -> dict[str, Any]:
 
 
 def fit(
-    complete: torch.Tensor, shifts: Sequence[torch.Tensor], rounding: torch.Tensor, spread: float = 0.0003
+    complete: torch.Tensor,
+    shifts: Sequence[torch.Tensor],
+    rounding: torch.Tensor,
+    margin: float = MARGIN,
+    smoothing: float = 0.1,
+    spread: float = 0.0003,
 ) -> torch.Tensor:
     """u float32 [hidden] from hidden states of the text.
 
     complete  [T, hidden] of the complete model
     shifts    [hidden] each: mean change of the hidden state when one component is left out
     rounding  [T', hidden]: changes of the hidden state by rounding alone
+    margin    of every shift
+    smoothing what is added to rounding's second moments along every direction, in parts of their mean: the fewer rows
+              of ``rounding`` there are, the more of it keeps u from fitting these rows alone
     spread    weight of u . h's variance over the text against that of rounding
 
-    Minimises u' S u, S = rounding's second moments (smoothed by a tenth of their mean) + spread * covariance of h, such
-    that u . mean(h) = 1 and u . shift <= -MARGIN for every shift: by ascent of the dual, float64.
+    Minimises u' S u, S = rounding's second moments, smoothed, + spread * covariance of h, such that u . mean(h) = 1 and
+    u . shift <= -margin for every shift: by ascent of the dual, float64.
     """
     h, noise, hidden = complete.double(), rounding.double(), complete.shape[1]
     mean = h.mean(0)
     S = noise.T @ noise / len(noise)
-    S += 0.1 * S.trace() / hidden * torch.eye(hidden, dtype=torch.float64) + spread * torch.cov(h.T)
+    S += smoothing * S.trace() / hidden * torch.eye(hidden, dtype=torch.float64) + spread * torch.cov(h.T)
     rows = torch.stack([mean, *(-shift.double() for shift in shifts)])
-    bound = torch.tensor([1.0] + [MARGIN] * len(shifts), dtype=torch.float64)
+    bound = torch.tensor([1.0] + [margin] * len(shifts), dtype=torch.float64)
     answer = torch.linalg.solve(S, rows.T)
     gram = rows @ answer
     force = torch.zeros(len(rows), dtype=torch.float64)

@@ -152,14 +152,15 @@ class Generated:
 
 
 @contextlib.contextmanager
-def rounding_noise() -> Iterator[None]:
-    """Inside, the specification computes with the rounding of another implementation. The head is left alone."""
+def rounding_noise(seed: int = 1) -> Iterator[None]:
+    """Inside, the specification computes with the rounding of another implementation, another one for each ``seed``.
+    The head is left alone."""
     generators: dict[torch.device, torch.Generator] = {}
     exact, mixed = linear.product, streams.mix_product
 
     def off(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         y = exact(x, weight)
-        generator = generators.setdefault(y.device, torch.Generator(y.device).manual_seed(1))
+        generator = generators.setdefault(y.device, torch.Generator(y.device).manual_seed(seed))
         return y * (1 + _RELATIVE * torch.randn(y.shape, generator=generator, device=y.device))
 
     def project(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -170,6 +171,17 @@ def rounding_noise() -> Iterator[None]:
         mock.patch.object(linear, "project", project),
         mock.patch.object(streams, "mix_product", lambda x, fn: mixed(tf32(x), tf32(fn))),
         mock.patch.object(attention, "round_probabilities", lambda p: p),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def other_order() -> Iterator[None]:
+    """Inside, every matrix product of the specification sums from the last column to the first."""
+    matmul, project = linear.matmul, linear.project
+    with (
+        mock.patch.object(linear, "matmul", lambda x, weight: matmul(x.flip(-1), weight.flip(-1))),
+        mock.patch.object(linear, "project", lambda x, weight: project(x.flip(-1), weight.flip(-1))),
     ):
         yield
 
