@@ -31,7 +31,16 @@ from running import failure, run_process, summary  # noqa: E402
 
 GENERATING = ("eager", "graphs", "chunked-eager", "chunked", "dspark-eager", "dspark", "serve")
 RECORDED = ("generated-whole", "generated-chunks")
-PLUGIN_STAGES = ("register", *GENERATING, *RECORDED, "mixed", "times-kernels", "times-pytorch", "logprobs-plugin")
+PLUGIN_STAGES = (
+    "register",
+    *GENERATING,
+    *RECORDED,
+    "warm-up",
+    "mixed",
+    "times-kernels",
+    "times-pytorch",
+    "logprobs-plugin",
+)
 STOCK_STAGES = ("times-stock", "logprobs-stock")
 ENVIRONMENT = {"times-pytorch": {"DEEPINFER_PYTORCH_OPERATORS": "all"}}
 ARMS = ("logprobs-plugin", "logprobs-stock")

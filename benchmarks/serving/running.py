@@ -39,6 +39,9 @@ def run_process(script: str, name: str, args: argparse.Namespace, environment: M
             code = -1
     result = json.loads(path.read_text()) if path.exists() else {"ok": False, "error": f"exit code {code}, no result"}
     result["ok"] = bool(result.get("ok")) and code == 0
+    ready = re.search(r"(\d+) Triton kernels ready in ([\d.]+) s", (args.out / f"{name}.log").read_text())
+    if ready and "facts" in result:
+        result["facts"] |= {"our_kernels": int(ready[1]), "ready_s": float(ready[2])}
     result |= {"wall_s": round(time.time() - start, 1), "commit": args.commit, **facts}
     result["shared_gpu"] = "PROVE_SHARED_GPU" in os.environ
     path.write_text(json.dumps(result, indent=1))

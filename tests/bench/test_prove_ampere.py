@@ -89,6 +89,23 @@ def test_every_kernel_a_proof_launched_is_in_the_closed_list():
     assert launched <= listed
 
 
+@pytest.mark.parametrize(("took", "ok"), [((6.04, 1.9), True), ((121.0, 1.9), False), ((6.0, 20.4), False)])
+def test_kernels_are_ready_in_time(monkeypatch, tmp_path, took, ok):
+    stages = load("stages", monkeypatch)
+    answers, caches = iter(took), []
+
+    def run(command, env, **options):
+        caches.append(env["TRITON_CACHE_DIR"])
+        return types.SimpleNamespace(stderr=f"a warning\n40 {next(answers)} 16\n")
+
+    monkeypatch.setattr(stages.subprocess, "run", run)
+    monkeypatch.setattr(stages, "facts_of_machine", dict)
+    found = stages.warm_up(tmp_path, tmp_path)
+    assert found["ok"] is ok
+    assert found["facts"] == {"kernels": 40, "cores": 16, "cold_s": round(took[0], 1), "warm_s": round(took[1], 1)}
+    assert len(set(caches)) == 1, "the second run finds what the first one compiled"
+
+
 def test_mixed_batches_report_what_was_compiled(monkeypatch):
     timing = load("timing", monkeypatch)
 
