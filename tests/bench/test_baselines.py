@@ -24,6 +24,13 @@ FUNCTIONS = {
 FLASHMLA = "vllm.v1.attention.ops.flashmla"
 
 
+@pytest.fixture(autouse=True)
+def nothing_remembered():
+    providers.flashmla.cache_clear()
+    yield
+    providers.flashmla.cache_clear()
+
+
 def install(monkeypatch, name, **members):
     """A module of this name and its packages."""
     parts = name.split(".")
@@ -102,6 +109,16 @@ def test_flashmla_gets_the_same_attention(case, monkeypatch):
     kwargs = case.arguments("cpu", 0)
     result = arm_named(case.op, "flashmla").prepare(kwargs)()
     assert gate.disagreement(case.op, gate.expected(case.op, kwargs), kwargs, result) == ""
+
+
+def test_flashmla_is_what_it_was_before_another_lowering_was_entered(monkeypatch):
+    """The aid for another lowering puts refusals in the module's place."""
+    functions = {name: lambda name=name: name for name in providers.FLASHMLA_FUNCTIONS}
+    install(monkeypatch, FLASHMLA, _is_flashmla_available=lambda: (True, None), **functions)
+    before = providers.flashmla()
+    install(monkeypatch, FLASHMLA, _is_flashmla_available=lambda: (False, "refused"))
+    assert providers.flashmla() is before
+    assert before.flash_mla_sparse_fwd() == "flash_mla_sparse_fwd"
 
 
 def test_flashmla_that_cannot_load_gives_its_reason(monkeypatch):

@@ -89,23 +89,33 @@ def test_padding_never_takes_memory_away():
     assert occupancy.padded_bytes(200_000, 2, HOPPER) == 200_000
 
 
-def compiled_kernel(shared):
+def compiled_kernel(shared, registers):
     target = namedtuple("Target", "backend arch warp_size")("cuda", 80, 32)
     made = namedtuple("Metadata", "num_warps num_ctas shared target")(4, 1, shared, target)
-    return SimpleNamespace(metadata=made, packed_metadata=(4, 1, shared), module="loaded", function="f", _run="r")
+    kernel = SimpleNamespace(metadata=made, packed_metadata=(4, 1, shared), module="loaded", function="f", _run="r")
+    kernel.asm = {"ptx": ".target sm_80"}
+    kernel._init_handles = lambda: setattr(kernel, "n_regs", registers)
+    return kernel
 
 
-@pytest.mark.parametrize(("shared", "ctas", "padded"), [(50_176, 3, True), (0, 16, False), (82_816, 2, False)])
-def test_a_launch_asks_for_more_where_this_gpu_would_hold_more(shared, ctas, padded, monkeypatch):
-    kernel = compiled_kernel(shared)
-    wanted = SimpleNamespace(ctas_per_sm=ctas, registers=32)
-    monkeypatch.setattr(resources, "compile_variant", lambda variant, capability: wanted)
+@pytest.mark.parametrize(
+    ("shared", "registers", "here", "ctas"),
+    [
+        (50_176, 32, 32, 3),  # shared memory: four here, three there
+        (0, 32, 32, None),
+        (82_816, 32, 32, None),  # two on both
+        (1_024, 80, 64, 6),  # registers: eight here, six there
+    ],
+)
+def test_a_launch_asks_for_more_where_this_gpu_would_hold_more(shared, registers, here, ctas, monkeypatch):
+    kernel = compiled_kernel(shared, here)
+    monkeypatch.setattr(resources, "assemble", lambda ptx, arch: (0, 0, registers) if arch == 80 else None)
     monkeypatch.setattr(warmup, "compile_variant", lambda variant: kernel)
-    assert occupancy.limit(VARIANT, (8, 0), HOPPER) is padded
-    if padded:
+    assert occupancy.limit(VARIANT, (8, 0), HOPPER) is bool(ctas)
+    if ctas:
         assert kernel.metadata.shared > shared
         assert kernel.packed_metadata == (4, 1, kernel.metadata.shared)
-        assert HOPPER.ctas_that_fit(kernel.metadata.shared, 32, 4) == ctas
+        assert HOPPER.ctas_that_fit(kernel.metadata.shared, here, 4) == ctas
         assert kernel.module is None
         assert kernel._run is None, "loaded again, with the larger limit"
     else:

@@ -1,6 +1,7 @@
 """One measurement on a fake device: order of the arms, arithmetic, and a gate that no wrong result passes."""
 
 import importlib.util
+import itertools
 from pathlib import Path
 
 import pytest
@@ -126,11 +127,22 @@ def test_arms_take_turns():
     device = fake_device.FakeDevice(l2_bytes=1)
     measure.measure(cases.mhc(2), run_of(device, rounds=2), [arm("mhc_post", p) for p in ("a", "b", "c")])
     lanes = [lane for lane, _ in device.order]
-    assert lanes[:9] == [0, 1, 2, 0, 1, 2, 2, 1, 0]
-    assert lanes[9:] == [0, 1, 2]  # the gate's own round
+    assert lanes[:6] == [0, 0, 1, 1, 2, 2]  # to warm up
+    assert lanes[6:12] == [0, 1, 2, 2, 1, 0]
+    assert lanes[12:] == [0, 1, 2]  # the gate's own round
 
 
-@pytest.mark.parametrize(("cost", "rounds"), [(10.0, 40), (15_000.0, 10), (1e6, 5)])
+def test_a_slow_arm_sits_out_rounds_that_a_fast_one_has():
+    device = fake_device.FakeDevice([10.0, 15_000.0], l2_bytes=1)
+    run = run_of(device, rounds=12)
+    found = measure.measure(cases.mhc(2), run, [arm("mhc_post"), arm("mhc_post", "pytorch")])
+    assert [row["rounds"] for row in found.rows] == [12, measure.LEAST_ROUNDS]
+    order = [lane for lane, _ in device.order][4:-2]
+    slow = [order[: at + 1].count(0) for at, lane in enumerate(order) if lane == 1]
+    assert max(later - sooner for sooner, later in itertools.pairwise(slow)) <= 4, "spread over the run"
+
+
+@pytest.mark.parametrize(("cost", "rounds"), [(10.0, 40), (5_000.0, 10), (1e6, 5)])
 def test_slow_arms_have_fewer_rounds(cost, rounds):
     device = fake_device.FakeDevice([cost], l2_bytes=1)
     outcome = measure.measure(cases.mhc(2), run_of(device, rounds=40), [arm("mhc_post")])
@@ -157,10 +169,71 @@ def test_copies_pass_three_times_the_cache_and_do_not_read_the_same_rows():
     assert set(large.shared) == {"swa_k_cache", "extra_k_cache"}
 
 
-def test_a_row_says_that_it_is_warm():
-    device = fake_device.FakeDevice(l2_bytes=1 << 30, memory=1 << 20)
-    outcome = measure.measure(cases.mhc(1), run_of(device), [arm("mhc_post")])
-    assert outcome.rows[0]["cold"] is False
+@pytest.mark.parametrize(("memory", "copies", "cold"), [(1 << 20, 7, False), (1 << 40, 100, True)])
+def test_a_row_says_that_it_is_warm(memory, copies, cold):
+    """Cold, where every copy is used once in a graph: the device sweeps the cache before each."""
+    device = fake_device.FakeDevice(l2_bytes=1 << 30, memory=memory)
+    row = measure.measure(cases.mhc(1), run_of(device), [arm("mhc_post")]).rows[0]
+    assert (row["copies"], row["cold"]) == (copies, cold)
+
+
+class Noted:
+    def __init__(self):
+        self.told = []
+
+    def begin(self, case):
+        self.told.append(("begin", case.name))
+
+    def end(self, case, outcome):
+        self.told.append(("end", case.name, len(outcome.rows), [item["reason"] for item in outcome.left_out]))
+
+
+def test_one_case_that_fails_does_not_end_the_others(monkeypatch):
+    def broken(builder):
+        raise RuntimeError("CUDA out of memory.\nSome advice")
+
+    monkeypatch.setattr(providers, "arms", lambda op, lowering, native: ([arm(op)], []))
+    listed = [cases.BenchCase("mhc_post", "broken", broken), cases.mhc(2)]
+    watch = Noted()
+    outcome = measure.measure_all(listed, run_of(fake_device.FakeDevice(l2_bytes=1)), watch)
+    assert watch.told == [
+        ("begin", "broken"),
+        ("end", "broken", 0, ["RuntimeError: CUDA out of memory. Some advice"]),
+        ("begin", "T2-H5120"),
+        ("end", "T2-H5120", 1, []),
+    ]
+    assert (len(outcome.rows), len(outcome.left_out)) == (1, 1)
+
+
+def test_no_case_begins_after_the_deadline(monkeypatch):
+    run = measure.Run(fake_device.FakeDevice(l2_bytes=1), "native", Ceilings(1e12, 1e14), FACTS, 3, deadline=0.0)
+    watch = Noted()
+    assert measure.measure_all([cases.mhc(2)], run, watch).rows == []
+    assert watch.told[1] == ("end", "T2-H5120", 0, ["no time was left"])
+
+
+def test_a_device_that_takes_no_more_work_ends_the_process(monkeypatch):
+    monkeypatch.setattr(providers, "arms", lambda op, lowering, native: ([arm(op)], []))
+    device, watch = fake_device.FakeDevice(l2_bytes=1), Noted()
+    device.alive = lambda: False
+    with pytest.raises(measure.DeviceLostError) as caught:
+        measure.measure_all([cases.mhc(2), cases.mhc(3)], run_of(device), watch)
+    assert len(caught.value.outcome.rows) == 1
+    assert [told[:2] for told in watch.told] == [("begin", "T2-H5120"), ("end", "T2-H5120")]
+
+
+def test_padding_that_fails_costs_no_row(monkeypatch):
+    monkeypatch.setattr(cases, "HIDDEN", 128)
+    kernel = ops.kernel("mhc_post")
+    device = fake_device.FakeDevice(l2_bytes=1)
+
+    def refuse(keys, capability):
+        raise AttributeError("no packed_metadata")
+
+    device.limit_occupancy = refuse
+    ours = Arm("ours", lambda kwargs: lambda: kernel(**kwargs))
+    rows = measure.measure(cases.mhc(1), run_of(device, "sm80"), [ours]).rows
+    assert [row["occupancy"] for row in rows] == ["native, AttributeError: no packed_metadata"]
 
 
 def test_launches_of_ours_are_held_to_ampere_and_only_under_its_lowering(monkeypatch):
@@ -197,6 +270,7 @@ def test_clones_and_calls():
     assert statistics.clones_needed(100, 1000, 10**6) == 30
     assert statistics.clones_needed(100, 1000, 7) == 7
     assert statistics.clones_needed(100, 1000, 0) == 1
+    assert statistics.clones_needed(1, 10**9, 10**6) == 100
     assert [statistics.calls_in_graph(n) for n in (1, 7, 20, 30)] == [20, 21, 20, 30]
 
 

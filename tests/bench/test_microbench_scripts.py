@@ -95,6 +95,47 @@ def test_a_run_records_rows_and_the_summary(small, tmp_path, capsys):
     assert table.split()[5] == "4.00", "times ours"
 
 
+SCRIPT = """
+import json, os, pathlib, sys
+from deepinfer_sm80.bench import rows
+journal = next(pathlib.Path(a.partition("=")[2]) for a in sys.argv if a.startswith("--journal="))
+done = len(rows.read_rows(journal))
+case = ["mhc_post", f"T{(1, 8)[min(done, 1)]}-H128"]
+rows.append_line(journal, {"begun": case})
+if done == 0:
+    os._exit(11)
+rows.append_line(journal, {"ended": case, "rows": [json.loads(os.environ["ROW"])], "left_out": []})
+"""
+
+
+def test_another_process_goes_on_where_one_died(small, tmp_path, capsys, monkeypatch):
+    """The case in which it died lacks its row, which the exit code says; the other case has one."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT, encoding="utf-8")
+    monkeypatch.setenv("ROW", json.dumps(row(case="T8-H128")))
+    monkeypatch.setattr(sys, "argv", [str(script)])
+    module = load(BENCHMARKS / "microbench.py")
+    monkeypatch.setattr(module, "torch_sees_a_gpu", lambda: True)
+    assert module.main(["mhc_post"], "", ["--results", str(tmp_path / "results"), "--json"]) == 1
+    captured = capsys.readouterr()
+    found = json.loads(captured.out)
+    assert [r["case"] for r in found["rows"]] == ["T8-H128"]
+    lost = {"op": "mhc_post", "case": "T1-H128", "provider": "ours", "reason": "its process ended"}
+    assert found["left_out"] == [lost]
+    assert "ended with 11; another goes on" in captured.err
+    assert "ours: 1 of 2 cases have a row" in captured.err
+
+
+def test_a_process_that_begins_nothing_is_not_repeated(small, tmp_path, capsys, monkeypatch):
+    script = tmp_path / "script.py"
+    script.write_text("raise SystemExit(3)", encoding="utf-8")
+    monkeypatch.setattr(sys, "argv", [str(script)])
+    module = load(BENCHMARKS / "microbench.py")
+    monkeypatch.setattr(module, "torch_sees_a_gpu", lambda: True)
+    assert module.main(["mhc_post"], "", ["--results", str(tmp_path / "results")]) == 1
+    assert "it did not begin" in capsys.readouterr().out
+
+
 def test_quick_records_nothing(small, tmp_path, capsys):
     script = load(BENCHMARKS / "microbench_sm80_part2.py")
     arguments = ["--results", str(tmp_path), "--lowering", "native", "--quick", "--json"]
@@ -107,7 +148,7 @@ def test_quick_records_nothing(small, tmp_path, capsys):
 
 def test_a_run_in_which_nothing_of_ours_agrees_fails(small, tmp_path, monkeypatch):
     script = load(BENCHMARKS / "microbench_sm80_part2.py")
-    monkeypatch.setattr(runner.measure, "measure_all", lambda *_: Outcome())
+    monkeypatch.setattr(runner.measure, "measure", lambda *_: Outcome())
     arguments = ["--results", str(tmp_path), "--lowering", "native"]
     assert script.main(script.OPERATORS, script.__doc__, arguments, fake_device.FakeDevice()) == 1
 

@@ -8,7 +8,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from deepinfer_sm80 import ops
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 
     import torch
 
+FLASHMLA_FUNCTIONS = ("flash_mla_with_kvcache", "flash_mla_sparse_fwd", "get_mla_metadata")
 PROVIDERS = ("ours", "pytorch", "pytorch-graph", "unfused", "vllm", "vllm-native", "flashmla")
 
 
@@ -83,16 +86,21 @@ def _positional(module: str, name: str) -> Callable[[], Callable[[dict[str, Any]
     return load
 
 
-def _flashmla() -> Any:
+@cache
+def flashmla() -> SimpleNamespace:
+    """vLLM's FlashMLA functions, or raises ImportError.
+
+    Asked for before another lowering is entered, which may put refusals in their place.
+    """
     module = import_module("vllm.v1.attention.ops.flashmla")
     available, reason = module._is_flashmla_available()
     if not available:
         raise ImportError(reason)
-    return module
+    return SimpleNamespace(**{name: getattr(module, name) for name in FLASHMLA_FUNCTIONS})
 
 
 def _flashmla_decode() -> Callable[[dict[str, Any]], Callable[[], Any]]:
-    module = _flashmla()
+    module = flashmla()
 
     def prepare(kwargs: dict[str, Any]) -> Callable[[], Any]:
         extra = kwargs.get("extra_k_cache")
@@ -120,13 +128,14 @@ def _flashmla_decode() -> Callable[[dict[str, Any]], Callable[[], Any]]:
             found: torch.Tensor = module.flash_mla_with_kvcache(**fixed)[0]
             return found.squeeze(1)
 
+        call()  # its scheduler's plan is made by the first call and serves every layer of a step
         return call
 
     return prepare
 
 
 def _flashmla_prefill() -> Callable[[dict[str, Any]], Callable[[], Any]]:
-    module = _flashmla()
+    module = flashmla()
 
     def prepare(kwargs: dict[str, Any]) -> Callable[[], Any]:
         keys, indices = kwargs["kv"].unsqueeze(1), kwargs["indices"].unsqueeze(1)

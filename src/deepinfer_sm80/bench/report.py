@@ -29,9 +29,13 @@ def table(rows: Sequence[Row]) -> str:
         cold = "" if row["cold"] else "  warm: too small for 3x L2"
         lines.append(
             f"{row['case']:34} {row['provider']:14} {row['p50_us']:10.2f} {row['p20_us']:9.2f} {row['p80_us']:9.2f} "
-            f"{ratio:>7} {row['roofline_share']:8.1%} {row['launches'] or '-':>8}{cold}"
+            f"{ratio:>7} {row['roofline_share']:8.1%} {_count(row['launches']):>8}{cold}"
         )
     return "\n".join(lines).lstrip("\n")
+
+
+def _count(launches: float | None) -> str:
+    return "-" if launches is None else f"{launches:g}"
 
 
 def absences(left_out: Iterable[dict[str, str]]) -> str:

@@ -6,6 +6,7 @@ A row is one JSON line with KEYS and more. Standard library only.
 from __future__ import annotations
 
 import json
+import os
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -62,8 +63,15 @@ def append_rows(results: Path, rows: Sequence[Row]) -> None:
     for row in rows:
         path = results / gpu_folder(row["gpu"]) / ROWS
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        append_line(path, row)
+
+
+def append_line(path: Path, item: Row) -> None:
+    """Add one JSON line and have it on the disk: what is killed afterwards has lost nothing."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(item) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def read_rows(path: Path) -> list[Row]:
