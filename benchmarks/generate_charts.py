@@ -31,7 +31,9 @@ ARCHITECTURES = ("sm_80", "sm_86")
 CARD, INK, FAINT = "#f7f7f4", "#222222", "#c9c9c4"
 # Okabe and Ito's colours, which differ for colour-blind readers too
 COLOURS = dict(
-    zip(PROVIDERS, ("#0072b2", "#e69f00", "#d55e00", "#cc79a7", "#009e73", "#56b4e9", "#5f5f5f"), strict=True)
+    zip(
+        PROVIDERS, ("#0072b2", "#e69f00", "#d55e00", "#cc79a7", "#009e73", "#56b4e9", "#5f5f5f", "#9c755f"), strict=True
+    )
 )
 STYLE = {
     "font.family": "DejaVu Sans",

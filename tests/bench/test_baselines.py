@@ -8,17 +8,19 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from deepinfer_sm80 import ops
-from deepinfer_sm80.bench import cases, gate, providers
+from deepinfer_sm80.bench import adapters, cases, gate, providers
 
 _spec = importlib.util.spec_from_file_location("vllm_source", Path(__file__).parents[1] / "vllm_plugin/vllm_source.py")
 source = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(source)
 
-CACHE = "vllm.models.deepseek_v41.common.ops.cache_utils"
+V41 = "vllm.models.deepseek_v41.common.ops"
+CACHE = f"{V41}.cache_utils"
 FUNCTIONS = {
     "combine_topk_swa_indices": (CACHE, "combine_topk_swa_indices", cases.combine(3, 300)),
     "global_topk_indices": (CACHE, "compute_global_topk_indices_and_lens", cases.mapping(2)),
     "dequantize_and_gather_k_cache": (CACHE, "dequantize_and_gather_k_cache", cases.gather(1, 128)),
+    "rope_quant_insert": (f"{V41}.fused_compress_quant_cache", "rope_quant_insert", cases.insert(3)),
     "mhc_post": ("vllm.model_executor.kernels.mhc.tilelang", "mhc_post_tilelang", cases.mhc(2)),
 }
 FLASHMLA = "vllm.v1.attention.ops.flashmla"
@@ -26,9 +28,9 @@ FLASHMLA = "vllm.v1.attention.ops.flashmla"
 
 @pytest.fixture(autouse=True)
 def nothing_remembered():
-    providers.flashmla.cache_clear()
+    adapters.flashmla.cache_clear()
     yield
-    providers.flashmla.cache_clear()
+    adapters.flashmla.cache_clear()
 
 
 def install(monkeypatch, name, **members):
@@ -113,11 +115,11 @@ def test_flashmla_gets_the_same_attention(case, monkeypatch):
 
 def test_flashmla_is_what_it_was_before_another_lowering_was_entered(monkeypatch):
     """The aid for another lowering puts refusals in the module's place."""
-    functions = {name: lambda name=name: name for name in providers.FLASHMLA_FUNCTIONS}
+    functions = {name: lambda name=name: name for name in adapters.FLASHMLA_FUNCTIONS}
     install(monkeypatch, FLASHMLA, _is_flashmla_available=lambda: (True, None), **functions)
-    before = providers.flashmla()
+    before = adapters.flashmla()
     install(monkeypatch, FLASHMLA, _is_flashmla_available=lambda: (False, "refused"))
-    assert providers.flashmla() is before
+    assert adapters.flashmla() is before
     assert before.flash_mla_sparse_fwd() == "flash_mla_sparse_fwd"
 
 

@@ -30,12 +30,22 @@ SMALL = {
     "dequantize_and_gather_k_cache": cases.gather(2, 256),
     "sparse_mla_decode": cases.decode(2, 256),
     "sparse_mla_prefill": cases.prefill(3, 256),
+    "rope_quant_insert": cases.insert(5),
+    "indexer_logits_prefill": cases.prompt_logits(5, 300),
+    "indexer_logits_paged": cases.paged_logits(2, 256),
+    "inverse_rope_grouped": cases.inverse_rope(3),
+    "grouped_output_projection": cases.projection(2),
+    "stable_expert_order": cases.expert_order(40, 8),
 }
+with pytest.MonkeyPatch.context() as small:
+    small.setattr(cases, "CANDIDATES", 16)
+    SMALL["select_candidate_blocks"] = cases.candidates(3, 200)
 
 
 @pytest.fixture(autouse=True)
 def small_tables(monkeypatch):
     monkeypatch.setattr(cases, "ENGRAM_ROWS", 64)
+    monkeypatch.setattr(cases, "CANDIDATES", 16)
 
 
 def run_of(device, lowering="native", rounds=3):
@@ -308,6 +318,12 @@ def test_a_gather_is_checked_at_both_ends_and_in_the_middle_of_every_request():
 
 
 INTERPRETED = [
+    cases.insert(2),
+    cases.prompt_logits(2, 40),
+    cases.paged_logits(1, 64),
+    SMALL["select_candidate_blocks"],
+    cases.inverse_rope(1),
+    pytest.param(cases.expert_order(3, 8), marks=pytest.mark.slow),  # 16 s
     cases.combine(2, 300),
     cases.mapping(2),
     cases.select(1, 600),

@@ -55,7 +55,7 @@ def test_without_a_gpu_one_line_and_the_resources(name, capsys, monkeypatch):
     assert script.main(script.OPERATORS, script.__doc__, []) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "No GPU is visible here: nothing was timed and nothing was recorded."
-    assert {line.split()[0] for line in lines[2:]} == set(script.OPERATORS)
+    assert {line.split()[0] for line in lines[2:]} == {op for op in script.OPERATORS if ops.kernel(op)}
     assert script.main(script.OPERATORS, script.__doc__, ["--json", "--op", script.OPERATORS[0]]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["rows"] == []

@@ -17,7 +17,7 @@ from deepinfer_sm80.testing.cloning import clone_arguments
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from deepinfer_sm80.bench.cases import BenchCase
+    from deepinfer_sm80.bench.builder import BenchCase
     from deepinfer_sm80.bench.ceilings import Ceilings
     from deepinfer_sm80.bench.gpu import Device, Timed
     from deepinfer_sm80.bench.providers import Arm
@@ -124,7 +124,7 @@ def measure(case: BenchCase, run: Run, arms: Sequence[Arm] | None = None) -> Out
     for lane in lanes:
         try:
             fault = _fault(case, lane, copies, expected, run.device)
-        except RuntimeError as error:  # out of memory, or the device's own
+        except Exception as error:  # out of memory, or the device's own
             fault = f"could not be compared: {error}"
         if fault:
             outcome.leave_out(case, lane.arm.provider, fault)
@@ -251,7 +251,8 @@ def _fault(case: BenchCase, lane: _Lane, copies: _Copies, expected: Mapping[int,
             copies.arguments[i][name].untyped_storage().copy_(fresh.untyped_storage())
     lane.timed.elapsed_us()
     for (i, want), result in zip(expected.items(), lane.timed.results, strict=False):
-        fault = gate.disagreement(case.op, want, copies.arguments[i], result)
+        finished = lane.arm.finish(copies.arguments[i], result)
+        fault = gate.disagreement(case.op, want, copies.arguments[i], finished)
         if fault:
             return f"disagrees: copy {i}: {fault}"
     return ""

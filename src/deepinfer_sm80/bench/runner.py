@@ -6,21 +6,22 @@ import contextlib
 import time
 from typing import TYPE_CHECKING
 
-from deepinfer_sm80.bench import cases, lowering, measure, providers, report
+from deepinfer_sm80.bench import adapters, cases, lowering, measure, report
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable
 
+    from deepinfer_sm80.bench.builder import BenchCase
     from deepinfer_sm80.bench.gpu import Device
 
 
 class Silent:
     """Watches and says nothing."""
 
-    def begin(self, case: cases.BenchCase) -> None:
+    def begin(self, case: BenchCase) -> None:
         """Nothing to say."""
 
-    def end(self, case: cases.BenchCase, outcome: measure.Outcome) -> None:
+    def end(self, case: BenchCase, outcome: measure.Outcome) -> None:
         """Nothing to say."""
 
 
@@ -30,12 +31,12 @@ class Saying(Silent):
     def __init__(self, say: Callable[[str], None]) -> None:
         self.say = say
 
-    def end(self, case: cases.BenchCase, outcome: measure.Outcome) -> None:
+    def end(self, case: BenchCase, outcome: measure.Outcome) -> None:
         parts = [report.table(outcome.rows)] if outcome.rows else []
         self.say("\n".join([*parts, *filter(None, [report.absences(outcome.left_out)])]))
 
 
-def listed(operators: Iterable[str], quick: bool = False) -> list[cases.BenchCase]:
+def listed(operators: Iterable[str], quick: bool = False) -> list[BenchCase]:
     """The cases of ``operators``; ``quick``: one an operator."""
     chosen = list(operators)
     return [case for case in cases.all_cases() if case.op in chosen and (case.quick or not quick)]
@@ -61,7 +62,7 @@ def run_operators(
     """
     begun, chosen = time.monotonic(), list(operators)
     with contextlib.suppress(Exception):  # where it cannot be had, its arms will say why
-        providers.flashmla()
+        adapters.flashmla()
     name = lowering.enter(wanted, device.capability)
     say(device.prepare(chosen))
     ceilings = device.ceilings()

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from deepinfer_sm80.bench.gpu import Device
 
-FAMILIES = ("engram", "mhc", "kv_cache", "indexer", "attention")
+FAMILIES = ("engram", "mhc", "kv_cache", "indexer", "attention", "projection", "moe")
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
