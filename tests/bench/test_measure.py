@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from deepinfer_sm80 import ops
-from deepinfer_sm80.bench import cases, gate, measure, providers, statistics
+from deepinfer_sm80.bench import cases, gate, measure, projected, providers, report, statistics
 from deepinfer_sm80.bench.ceilings import Ceilings
 from deepinfer_sm80.bench.providers import Arm
 from deepinfer_sm80.bench.rows import KEYS
@@ -268,6 +268,28 @@ def test_share_of_the_roofline_takes_the_larger_bound():
     outcome = measure.measure(cases.mhc(3), run_of(fake_device.FakeDevice([4.0], l2_bytes=1)), [arm("mhc_post")])
     row = outcome.rows[0]
     assert row["roofline_share"] == pytest.approx(row["bytes"] / 1e12 * 1e6 / 4.0, abs=1e-4)
+
+
+def test_projections_keep_the_share_of_the_roofline():
+    cost = Cost(bytes=1_835_100, flops=0)  # 1 us of an A100's copy rate
+    found = projected.projected_us(cost, 8.0, 1_835_100 / 2e-6, 1e14)  # 2 us here: a quarter of the roofline
+    assert found["A100 80GB"] == pytest.approx(4.0)
+    assert found["RTX 3090"] == pytest.approx(4.0 * 2.039e12 / 936e9, abs=0.01)
+    assert projected.projected_us(Cost(0, 0), 8.0, 1e12, 1e14) == {}
+
+
+def test_only_code_for_ampere_is_projected():
+    arms = [arm("mhc_post", provider) for provider in ("ours", "vllm", "pytorch")]
+    device = fake_device.FakeDevice(l2_bytes=1)
+    rows = measure.measure(cases.mhc(2), run_of(device, "sm80"), arms).rows
+    assert [set(row.get("projected_us", {})) for row in rows] == [set(projected.GPUS)] * 2 + [set()]
+    head, first, _, last = report.table(rows).splitlines()[1:]
+    assert head.split()[-4:] == ["~A100", "80GB", "~RTX", "3090"]
+    assert first.split()[-2:] == [str(t) for t in rows[0]["projected_us"].values()]
+    assert last.split()[-2:] == ["-", "-"]
+    assert "projected_us" not in measure.measure(cases.mhc(2), run_of(device), arms).rows[0]
+    device.capability = (8, 0)
+    assert "projected_us" not in measure.measure(cases.mhc(2), run_of(device, "sm80"), arms).rows[0]
 
 
 def test_quantiles():

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from deepinfer_sm80 import ops
-from deepinfer_sm80.bench import gate, providers, statistics
+from deepinfer_sm80.bench import gate, projected, providers, statistics
 from deepinfer_sm80.bench.lowering import CAPABILITIES
 from deepinfer_sm80.ops import variants
 from deepinfer_sm80.testing.cloning import clone_arguments
@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 ROUNDS, QUICK_ROUNDS, LEAST_ROUNDS = 40, 8, 5
 SECONDS = 1.0
 """Of measured time for one arm of a case; slow baselines have fewer rounds."""
+
+
+PROJECTED = ("ours", "vllm")
+"""Providers whose code is an Ampere GPU's in its lowering; the others run libraries of the GPU that is there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +266,7 @@ def _row(case: BenchCase, lane: _Lane, copies: _Copies, run: Run) -> Row:
     samples = lane.samples
     p20, p50, p80 = (statistics.quantile(samples, q) for q in (0.2, 0.5, 0.8))
     least = statistics.least_us(copies.cost, run.ceilings.copy, run.ceilings.dot)
-    row = {
+    row: Row = {
         "op": case.op,
         "case": case.name,
         "provider": lane.arm.provider,
@@ -288,6 +292,8 @@ def _row(case: BenchCase, lane: _Lane, copies: _Copies, run: Run) -> Row:
         "copy_bytes_per_s": run.ceilings.copy,
         "dot_flops_per_s": run.ceilings.dot,
     }
+    if run.lowering in CAPABILITIES and not run.native_is_ampere and lane.arm.provider in PROJECTED:
+        row["projected_us"] = projected.projected_us(copies.cost, p50, run.ceilings.copy, run.ceilings.dot)
     if lane.eager_samples:
         row["eager_p50_us"] = round(statistics.quantile(lane.eager_samples, 0.5), 3)
     return row
