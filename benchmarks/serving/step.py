@@ -28,10 +28,8 @@ import step_profile  # noqa: E402  (found through the path above)
 from deepinfer_sm80.bench import report, rows  # noqa: E402
 
 RESULTS = HERE.parent / "results"
-FILE = "step.jsonl"
 ARMS = ("kernels", "stock")
 BATCHES = (1, 8, 64)
-IDENTITY = ("gpu", "checkpoint", "step", "context", "arm", "lowering")
 LIMIT_S = 540
 
 INTRODUCTION = """# A whole step, and where its time goes
@@ -102,7 +100,7 @@ def inside(arm: str, args: argparse.Namespace, build: object = None) -> list[dic
     def record(name: str, context: int, measured: dict[str, object]) -> None:
         per_layer = round(measured["launches"] / layers, 2)
         row = {"step": name, "context": context, **common, **measured, "launches_per_layer": per_layer}
-        path = args.results / rows.gpu_folder(common["gpu"]) / FILE
+        path = args.results / rows.gpu_folder(common["gpu"]) / rows.STEPS
         path.parent.mkdir(parents=True, exist_ok=True)
         rows.append_line(path, row)
         found.append(row)
@@ -116,17 +114,9 @@ def inside(arm: str, args: argparse.Namespace, build: object = None) -> list[dic
     return found
 
 
-def latest(results: pathlib.Path) -> list[dict[str, object]]:
-    """The last row of every IDENTITY, in the order in which these were first measured."""
-    found = {}
-    for path in sorted(results.glob(f"*/{FILE}")):
-        for row in rows.read_rows(path):
-            found[tuple(row[key] for key in IDENTITY)] = row
-    return list(found.values())
-
-
 def page(measured: list[dict[str, object]]) -> str:
     """The page docs/step-times.md."""
+    measured = sorted(measured, key=lambda row: (row["step"].split("-")[0], int(row["step"].split("-")[1])))
     lines = [INTRODUCTION]
     for place in dict.fromkeys((row["gpu"], row["checkpoint"]) for row in measured):
         here = [row for row in measured if (row["gpu"], row["checkpoint"]) == place]
@@ -154,7 +144,7 @@ def page(measured: list[dict[str, object]]) -> str:
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     if args.report:
-        print(page(latest(args.results)), end="")
+        print(page(rows.latest(rows.read_all(args.results, rows.STEPS), rows.STEP_IDENTITY)), end="")
         return 0
     if args.inside:
         inside(args.inside, args)

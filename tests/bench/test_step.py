@@ -10,7 +10,10 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-SERVING = Path(__file__).parents[2] / "benchmarks/serving"
+from deepinfer_sm80.bench import rows
+
+ROOT = Path(__file__).parents[2]
+SERVING = ROOT / "benchmarks/serving"
 
 
 def load(name, monkeypatch):
@@ -158,8 +161,9 @@ def test_rows_are_written_as_they_come_and_the_page_shows_the_latest(profile, en
     assert found[0]["launches_per_layer"] == 0.5
     written = [json.loads(line) for line in (tmp_path / "nvidia-test-9000/step.jsonl").read_text().splitlines()]
     assert written == [*written[:2], *json.loads(json.dumps(found))]
-    measured = module.latest(tmp_path)
+    measured = rows.latest(rows.read_all(tmp_path, rows.STEPS), rows.STEP_IDENTITY)
     assert measured == written[2:]
+    assert rows.summarise(tmp_path, ROOT / "docs/resources.md")["steps"] == measured
     page = module.page(measured)
     assert "## NVIDIA Test 9000, checkpoint `toy` (4 layers)" in page
     assert "| decode-2 | 1024 | kernels | sm80 | 1.00 | 0.04 | 2 | 0.5 | unknown |" in page

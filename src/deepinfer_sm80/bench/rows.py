@@ -40,6 +40,8 @@ KEYS = (
 IDENTITY = ("gpu", "lowering", "op", "case", "provider")
 SUMMARY = "sm80_benchmark_summary.json"
 ROWS = "microbench.jsonl"
+STEPS = "step.jsonl"
+STEP_IDENTITY = ("gpu", "checkpoint", "step", "context", "arm", "lowering")
 SLOWER = 0.15
 """Against a baseline, a median this share above it, or more, fails."""
 
@@ -84,16 +86,24 @@ def read_rows(path: Path) -> list[Row]:
         ) from error
 
 
-def latest(rows: Iterable[Row]) -> list[Row]:
-    """The last row of every IDENTITY, ordered by it."""
-    found = {tuple(row[key] for key in IDENTITY): row for row in rows}
+def latest(rows: Iterable[Row], identity: Sequence[str] = IDENTITY) -> list[Row]:
+    """The last row of every ``identity``, ordered by it."""
+    found = {tuple(row[key] for key in identity): row for row in rows}
     return [found[key] for key in sorted(found)]
+
+
+def read_all(results: Path, name: str) -> list[Row]:
+    """The rows of every GPU's file of this name."""
+    return [row for path in sorted(results.glob(f"*/{name}")) for row in read_rows(path)]
 
 
 def summarise(results: Path, resource_page: Path) -> dict[str, Any]:
     """What every row file below ``results`` says last, and the resources of the compiled kernels."""
-    rows = [row for path in sorted(results.glob(f"*/{ROWS}")) for row in read_rows(path)]
-    return {"resources": read_resources(resource_page), "rows": latest(rows)}
+    return {
+        "resources": read_resources(resource_page),
+        "rows": latest(read_all(results, ROWS)),
+        "steps": latest(read_all(results, STEPS), STEP_IDENTITY),
+    }
 
 
 def write_summary(results: Path, resource_page: Path) -> Path:
