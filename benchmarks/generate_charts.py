@@ -111,7 +111,7 @@ def speedup(chosen, title):
             ratios.setdefault((r["op"], r["provider"]), []).append(r["p50_us"] / ours[r["op"], r["case"]])
     operators = list(dict.fromkeys(op for op, _ in ratios))
     providers = [p for p in PROVIDERS if any(key[1] == p for key in ratios)]
-    figure = Figure(figsize=(11, 1.4 + 0.22 * max(len(ratios), 4) + 0.2 * len(operators)), layout="constrained")
+    figure = Figure(figsize=(9, 1.4 + 0.22 * max(len(ratios), 4) + 0.2 * len(operators)), layout="constrained")
     axes = figure.subplots()
     height = 0.8 / max(len(providers), 1)
     for i, provider in enumerate(providers):
@@ -133,7 +133,7 @@ def speedup(chosen, title):
     axes.set_xlabel("time over ours (geometric mean over cases, log scale); right of 1 ours is faster")
     axes.grid(axis="x")
     if providers:
-        axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+        figure.legend(frameon=False, loc="outside lower center", ncols=3)
     axes.set_title(f"Ours beside its baselines\n{title}")
     return figure
 

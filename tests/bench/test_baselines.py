@@ -8,7 +8,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from deepinfer_sm80 import ops
-from deepinfer_sm80.bench import adapters, cases, gate, providers
+from deepinfer_sm80.bench import cases, flashmla, gate, providers
 
 _spec = importlib.util.spec_from_file_location("vllm_source", Path(__file__).parents[1] / "vllm_plugin/vllm_source.py")
 source = importlib.util.module_from_spec(_spec)
@@ -28,9 +28,9 @@ FLASHMLA = "vllm.v1.attention.ops.flashmla"
 
 @pytest.fixture(autouse=True)
 def nothing_remembered():
-    adapters.flashmla.cache_clear()
+    flashmla.functions.cache_clear()
     yield
-    adapters.flashmla.cache_clear()
+    flashmla.functions.cache_clear()
 
 
 def install(monkeypatch, name, **members):
@@ -115,11 +115,11 @@ def test_flashmla_gets_the_same_attention(case, monkeypatch):
 
 def test_flashmla_is_what_it_was_before_another_lowering_was_entered(monkeypatch):
     """The aid for another lowering puts refusals in the module's place."""
-    functions = {name: lambda name=name: name for name in adapters.FLASHMLA_FUNCTIONS}
+    functions = {name: lambda name=name: name for name in flashmla.FUNCTIONS}
     install(monkeypatch, FLASHMLA, _is_flashmla_available=lambda: (True, None), **functions)
-    before = adapters.flashmla()
+    before = flashmla.functions()
     install(monkeypatch, FLASHMLA, _is_flashmla_available=lambda: (False, "refused"))
-    assert adapters.flashmla() is before
+    assert flashmla.functions() is before
     assert before.flash_mla_sparse_fwd() == "flash_mla_sparse_fwd"
 
 

@@ -204,6 +204,21 @@ def test_bench_fails_at_fifteen_per_cent(cost, code, small, tmp_path, capsys):
     assert len(json.loads(capsys.readouterr().out)["slower"]) == code
 
 
+def test_bench_on_a_gpu_that_is_lost_shows_what_there_is_and_fails(small, capsys):
+    device = fake_device.FakeDevice(l2_bytes=1)
+    device.alive = lambda: False
+    assert bench(device) == 1
+    assert "T8-H128" in capsys.readouterr().out
+
+
+def test_a_reason_is_said_once_as_it_comes(small, tmp_path, capsys):
+    script = load(BENCHMARKS / "microbench_sm80_part2.py")
+    arguments = ["--results", str(tmp_path), "--lowering", "native"]
+    assert script.main(script.OPERATORS, script.__doc__, arguments, fake_device.FakeDevice(l2_bytes=1)) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("no row: mhc_post, vllm-native")]
+    assert [line.split(":")[1].split(",")[2:] for line in lines] == [[" T1-H128"], [" T1-H128", " T8-H128"]]
+
+
 def test_bench_without_a_baseline_reports(small, capsys):
     assert bench(fake_device.FakeDevice(l2_bytes=1)) == 0
     assert "no baseline was named" in capsys.readouterr().out

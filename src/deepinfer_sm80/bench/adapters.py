@@ -1,4 +1,4 @@
-"""vLLM's and FlashMLA's implementations behind our operators' arguments. Their packages are imported late.
+"""vLLM's implementations behind our operators' arguments. Its modules are imported late.
 
 An adapter is a function without parameters that imports and returns ``prepare(kwargs) -> call``. Views, index lists
 and plans that one step makes for all its layers are made by ``prepare``. Where a call leaves open what a contract
@@ -7,14 +7,12 @@ states (columns behind a length, the order of a set), ``FINISH`` brings its resu
 
 from __future__ import annotations
 
-from functools import cache
 from importlib import import_module
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from deepinfer_sm80.ops.kv_cache.layout import HEAD_DIM, NOPE_DIM, ROPE_DIM
+from deepinfer_sm80.ops.kv_cache.layout import NOPE_DIM, ROPE_DIM
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,7 +25,6 @@ _V41 = "vllm.models.deepseek_v41.common.ops"
 _CACHE_OPERATIONS = f"{_V41}.cache_utils"
 _TRITON_ATTENTION = "vllm.v1.attention.ops.rocm_aiter_mla_sparse"
 _DEEP_GEMM = "vllm.utils.deep_gemm"
-FLASHMLA_FUNCTIONS = ("flash_mla_with_kvcache", "flash_mla_sparse_fwd", "get_mla_metadata")
 
 
 def _positional(module: str, name: str, *more: Any) -> Adapter:
@@ -213,71 +210,6 @@ def _triton_decode() -> Prepare:
     return prepare
 
 
-@cache
-def flashmla() -> SimpleNamespace:
-    """vLLM's FlashMLA functions, or raises ImportError.
-
-    Asked for before another lowering is entered, which may put refusals in their place.
-    """
-    module = import_module("vllm.v1.attention.ops.flashmla")
-    available, reason = module._is_flashmla_available()
-    if not available:
-        raise ImportError(reason)
-    return SimpleNamespace(**{name: getattr(module, name) for name in FLASHMLA_FUNCTIONS})
-
-
-def _flashmla_decode() -> Prepare:
-    module = flashmla()
-
-    def prepare(kwargs: dict[str, Any]) -> Call:
-        extra = kwargs.get("extra_k_cache")
-        fixed = {
-            "q": kwargs["q"].unsqueeze(1),
-            "k_cache": kwargs["swa_k_cache"].unsqueeze(-2),
-            "block_table": None,
-            "cache_seqlens": None,
-            "head_dim_v": HEAD_DIM,
-            "tile_scheduler_metadata": module.get_mla_metadata()[0],
-            "softmax_scale": kwargs["softmax_scale"],
-            "is_fp8_kvcache": True,
-            "indices": kwargs["swa_indices"].unsqueeze(1),
-            "topk_length": kwargs["swa_lens"],
-            "attn_sink": kwargs["attn_sink"],
-        }
-        if extra is not None:
-            fixed |= {
-                "extra_k_cache": extra.unsqueeze(-2),
-                "extra_indices_in_kvcache": kwargs["extra_indices"].unsqueeze(1),
-                "extra_topk_length": kwargs["extra_lens"],
-            }
-
-        def call() -> torch.Tensor:
-            found: torch.Tensor = module.flash_mla_with_kvcache(**fixed)[0]
-            return found.squeeze(1)
-
-        call()  # its scheduler's plan is made by the first call and serves every layer of a step
-        return call
-
-    return prepare
-
-
-def _flashmla_prefill() -> Prepare:
-    module = flashmla()
-
-    def prepare(kwargs: dict[str, Any]) -> Call:
-        keys, indices = kwargs["kv"].unsqueeze(1), kwargs["indices"].unsqueeze(1)
-        return lambda: module.flash_mla_sparse_fwd(
-            q=kwargs["q"],
-            kv=keys,
-            indices=indices,
-            sm_scale=kwargs["softmax_scale"],
-            attn_sink=kwargs["attn_sink"],
-            topk_length=kwargs["lens"],
-        )[0]
-
-    return prepare
-
-
 def _ascending(kwargs: dict[str, Any], result: torch.Tensor) -> torch.Tensor:
     """A set of columns in any order as the contract writes it: ascending, then -1."""
     del kwargs
@@ -338,5 +270,3 @@ VLLM_NATIVE: dict[str, Adapter] = VLLM | {
     "indexer_topk": _topk(cooperative=True),
 }
 """On the GPU that is there: with DeepGEMM, CuTeDSL and clusters where vLLM takes them."""
-
-FLASHMLA: dict[str, Adapter] = {"sparse_mla_decode": _flashmla_decode, "sparse_mla_prefill": _flashmla_prefill}

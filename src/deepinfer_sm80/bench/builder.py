@@ -82,6 +82,27 @@ class Builder:
             scales[part] = torch.exp2(exponents.float()).view(torch.uint8)
         return cache
 
+    def aligned_routes(
+        self, tokens: int, chosen: int, experts: int, block_size: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Routes grouped by expert in blocks, an expert's in random order, as vLLM's alignment kernel leaves them.
+
+        Returns routes int32 [P], the expert of every block int32 [B] and the rows in use int32 [1].
+        """
+        routes = tokens * chosen
+        draw = torch.rand(tokens, experts, generator=self.generator, device=self.device)
+        expert = draw.topk(chosen, -1).indices.flatten()
+        shuffled = (expert + torch.rand(routes, generator=self.generator, device=self.device)).argsort()
+        counts = torch.bincount(expert, minlength=experts)
+        padded = (counts + block_size - 1) // block_size * block_size
+        owner = expert[shuffled]
+        rank = torch.arange(routes, device=self.device) - (counts.cumsum(0) - counts)[owner]
+        ids = self.full(routes, routes + experts * (block_size - 1))
+        ids[(padded.cumsum(0) - padded)[owner] + rank] = shuffled.int()
+        blocks = torch.arange(-(-ids.numel() // block_size), device=self.device) * block_size
+        owners = torch.searchsorted(padded.cumsum(0), blocks, right=True)
+        return ids, owners.int(), padded.sum().int().view(1)
+
     def rotations(self, positions: int) -> torch.Tensor:
         angle = torch.rand(positions, 32, generator=self.generator, device=self.device) * 6.2831855
         return torch.cat((angle.cos(), angle.sin()), -1)

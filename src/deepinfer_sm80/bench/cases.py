@@ -264,26 +264,14 @@ def projection(tokens: int) -> BenchCase:
 
 
 def expert_order(tokens: int, block_size: int) -> BenchCase:
-    """Routes grouped by expert in blocks, an expert's routes in random order, as the alignment kernel leaves them."""
-
     def build(b: Builder) -> dict[str, Any]:
-        routes = tokens * CHOSEN
-        draw = torch.rand(tokens, EXPERTS, generator=b.generator, device=b.device)
-        expert = draw.topk(CHOSEN, -1).indices.flatten()
-        shuffled = (expert + torch.rand(routes, generator=b.generator, device=b.device)).argsort()
-        counts = torch.bincount(expert, minlength=EXPERTS)
-        padded = (counts + block_size - 1) // block_size * block_size
-        owner = expert[shuffled]
-        rank = torch.arange(routes, device=b.device) - (counts.cumsum(0) - counts)[owner]
-        ids = b.full(routes, routes + EXPERTS * (block_size - 1))
-        ids[(padded.cumsum(0) - padded)[owner] + rank] = shuffled.int()
-        blocks = torch.arange(-(-ids.numel() // block_size), device=b.device) * block_size
+        ids, expert_ids, used = b.aligned_routes(tokens, CHOSEN, EXPERTS, block_size)
         return {
             "sorted_token_ids": ids,
-            "expert_ids": torch.searchsorted(padded.cumsum(0), blocks, right=True).int(),
-            "num_tokens_post_padded": padded.sum().int().view(1),
+            "expert_ids": expert_ids,
+            "num_tokens_post_padded": used,
             "block_size": block_size,
-            "num_routes": routes,
+            "num_routes": tokens * CHOSEN,
         }
 
     name = f"T{tokens}-K{CHOSEN}-E{EXPERTS}-block{block_size}"
@@ -310,7 +298,6 @@ def engram(tokens: int) -> BenchCase:
 
 def all_cases() -> Iterator[BenchCase]:
     """Every case, operators in no particular order."""
-    batches = (1, 8, 64, 2048)
     for tokens, context in ((1, 4096), (1, 131072), (8, 0), (8, 4096), (8, 16384), (8, 131072), (64, 16384)):
         yield decode(tokens, context)
     for tokens, context in ((64, 4096), (2048, 4096), (2048, 16384), (2048, 131072)):
@@ -325,22 +312,15 @@ def all_cases() -> Iterator[BenchCase]:
         yield mapping(tokens)
     for tokens, context in ((1, 4096), (1, 131072), (8, 4096), (8, 131072), (32, 65536), (2048, 16384)):
         yield select(tokens, context)
-    for tokens in batches:
-        yield index_queries(tokens)
     for tokens, ratio in ((1, 1), (64, 1), (2048, 1), (2048, 2)):
         yield index_keys(tokens, ratio)
-    for tokens in batches:
-        yield engram(tokens)
-    for tokens in batches:
-        yield insert(tokens)
     for tokens, context in ((64, 4096), (2048, 4096), (2048, 16384)):
         yield prompt_logits(tokens, context)
     for tokens, context in ((1, 4096), (1, 131072), (8, 4096), (8, 131072), (64, 16384)):
         yield paged_logits(tokens, context)
     for tokens, context in ((1, 131072), (8, 32768), (2048, 32768)):
         yield candidates(tokens, context)
-    for tokens in batches:
-        yield inverse_rope(tokens)
-        yield projection(tokens)
+    for tokens in (1, 8, 64, 2048):
+        yield from (case(tokens) for case in (index_queries, engram, insert, inverse_rope, projection))
     for tokens, block_size in ((1, 8), (8, 8), (64, 8), (2048, 48)):
         yield expert_order(tokens, block_size)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from deepinfer_sm80 import ops
-from deepinfer_sm80.bench import adapters
+from deepinfer_sm80.bench import adapters, flashmla
 from deepinfer_sm80.bench.unfused import CHAINS
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def arms(op: str, lowering: str, native_is_ampere: bool) -> tuple[list[Arm], lis
         left.append(LeftOut("unfused", "no chain is defined for this operator"))
     for_ampere = lowering != "native" or native_is_ampere
     vllm = ("vllm", adapters.VLLM) if for_ampere else ("vllm-native", adapters.VLLM_NATIVE)
-    for provider, known in (vllm, ("flashmla", adapters.FLASHMLA)):
+    for provider, known in (vllm, ("flashmla", flashmla.FLASHMLA)):
         try:
             if op in known:
                 found.append(Arm(provider, known[op](), finish=adapters.FINISH.get(op, _as_it_is)))

@@ -6,7 +6,7 @@ import contextlib
 import time
 from typing import TYPE_CHECKING
 
-from deepinfer_sm80.bench import adapters, cases, lowering, measure, report
+from deepinfer_sm80.bench import cases, flashmla, lowering, measure, report
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable
@@ -26,14 +26,21 @@ class Silent:
 
 
 class Saying(Silent):
-    """Hands the table of every case to ``say``, and the arms without a row with their reasons."""
+    """Hands the table of every case to ``say``, and every new reason for which an arm has no row."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self.say = say
+        self._said: set[tuple[str, str, str]] = set()
 
     def end(self, case: BenchCase, outcome: measure.Outcome) -> None:
         parts = [report.table(outcome.rows)] if outcome.rows else []
-        self.say("\n".join([*parts, *filter(None, [report.absences(outcome.left_out)])]))
+        for item in outcome.left_out:
+            reason = (item["op"], item["provider"], item["reason"])
+            if reason not in self._said:
+                self._said.add(reason)
+                parts.append(report.absences([item]))
+        if parts:
+            self.say("\n".join(parts))
 
 
 def listed(operators: Iterable[str], quick: bool = False) -> list[BenchCase]:
@@ -62,7 +69,7 @@ def run_operators(
     """
     begun, chosen = time.monotonic(), list(operators)
     with contextlib.suppress(Exception):  # where it cannot be had, its arms will say why
-        adapters.flashmla()
+        flashmla.functions()
     name = lowering.enter(wanted, device.capability)
     say(device.prepare(chosen))
     ceilings = device.ceilings()
