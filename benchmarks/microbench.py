@@ -1,4 +1,6 @@
-"""What the microbenchmark scripts share: arguments, the run, the rows and the summary.
+"""Every operator at once, and what the three microbenchmark scripts share: arguments, run, rows and summary.
+
+python3 benchmarks/microbench.py [--quick] [--json] [--op OPERATOR] [--lowering sm80|sm86|native] [--seconds N]
 
 The measuring is done by a process of its own, which writes down every case before and after it. Where it dies, or the
 GPU refuses further work in it, another one goes on with the cases that had not begun.
@@ -15,6 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
 
+from deepinfer_sm80 import ops
 from deepinfer_sm80.bench import report, rows, runner
 from deepinfer_sm80.bench.lowering import LOWERINGS
 from deepinfer_sm80.bench.measure import DeviceLostError
@@ -164,3 +167,7 @@ def without_gpu(operators, as_json):
         print(report.NO_GPU)
         print(report.resource_table(resources))
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(list(ops.OPS), __doc__))

@@ -204,14 +204,13 @@ def _time(lanes: Sequence[_Lane], calls: int, rounds: int) -> None:
 
     def once(lane: _Lane) -> float:
         lane.samples.append(lane.timed.elapsed_us() / calls)
-        if lane.eager is None:
+        if lane.eager is None or sum(lane.eager_samples) * calls > SECONDS * 1e6:
             return lane.samples[-1] * calls
         lane.eager_samples.append(lane.eager.elapsed_us() / calls)
         return (lane.samples[-1] + lane.eager_samples[-1]) * calls
 
     own = []
     for lane in lanes:
-        once(lane)
         warm = once(lane)
         own.append(min(rounds, max(LEAST_ROUNDS, int(SECONDS * 1e6 / warm) if warm else rounds)))
     for lane in lanes:

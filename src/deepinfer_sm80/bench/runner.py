@@ -44,9 +44,13 @@ class Saying(Silent):
 
 
 def listed(operators: Iterable[str], quick: bool = False) -> list[BenchCase]:
-    """The cases of ``operators``; ``quick``: one an operator."""
+    """The cases of ``operators``, one of each first, so that a run that is cut short has something of all.
+
+    ``quick``: only those.
+    """
     chosen = list(operators)
-    return [case for case in cases.all_cases() if case.op in chosen and (case.quick or not quick)]
+    found = [case for case in cases.all_cases() if case.op in chosen and (case.quick or not quick)]
+    return sorted(found, key=lambda case: not case.quick)
 
 
 def run_operators(
