@@ -92,7 +92,7 @@ def test_a_run_records_rows_and_the_summary(small, tmp_path, capsys):
     summary = json.loads((tmp_path / rows.SUMMARY).read_text(encoding="utf-8"))
     assert summary == rows.summarise(tmp_path, ROOT / "docs/resources.md")
     assert len(summary["rows"]) == len(recorded)
-    table = next(line for line in out.splitlines() if line.startswith("T1-H128") and " pytorch " in line)
+    table = next(line for line in out.splitlines() if line.startswith("T8-H128") and " pytorch " in line)
     assert table.split()[2] == "40.00"
     assert table.split()[5] == "4.00", "times ours"
 
