@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from deepinfer_sm80.bench import ceilings, occupancy
+from deepinfer_sm80.bench import ceilings, cuda_driver, occupancy
 from deepinfer_sm80.hardware import LIMITS, Limits
 from deepinfer_sm80.ops import resources, warmup
 from deepinfer_sm80.ops.variants import Variant
@@ -121,3 +121,42 @@ def test_a_launch_asks_for_more_where_this_gpu_would_hold_more(shared, registers
     else:
         assert kernel.packed_metadata == (4, 1, shared)
         assert kernel.module == "loaded"
+
+
+class Driver:
+    """Answers as NVIDIA's library does: 0 for success, results through pointers."""
+
+    nodes = (0, 0, 1, 5, 2, 3)  # two kernels, a copy, an empty node, a fill, a host call
+
+    def __init__(self, code=0):
+        self.code = code
+
+    def cuDeviceGet(self, handle, device):
+        handle._obj.value = 10 + device
+        return self.code
+
+    def cuDeviceGetAttribute(self, value, number, handle):
+        value._obj.value = 1000 * handle.value + number
+        return self.code
+
+    def cuGraphGetNodes(self, graph, nodes, count):
+        assert graph.value == 77
+        if nodes is not None:
+            nodes[:] = range(1, 1 + len(self.nodes))
+        count._obj.value = len(self.nodes)
+        return self.code
+
+    def cuGraphNodeGetType(self, node, kind):
+        kind._obj.value = self.nodes[node.value - 1]
+        return self.code
+
+
+def test_the_driver_is_asked_for_limits_and_nodes(monkeypatch):
+    monkeypatch.setattr(cuda_driver, "_library", Driver)
+    found = cuda_driver.sm_limits(1)
+    assert found == {name: 11_000 + number for name, number in cuda_driver.ATTRIBUTES.items()}
+    assert Limits(**found).smem_per_sm == 11_081
+    assert cuda_driver.work_nodes(77) == 4
+    monkeypatch.setattr(cuda_driver, "_library", lambda: Driver(code=201))
+    with pytest.raises(OSError, match="cuGraphGetNodes: CUDA driver error 201"):
+        cuda_driver.work_nodes(77)
