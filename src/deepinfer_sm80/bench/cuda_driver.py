@@ -1,4 +1,4 @@
-"""Two questions that torch does not answer, put to NVIDIA's driver library: what an SM holds, what a graph holds."""
+"""A question that torch does not answer, put to NVIDIA's driver library: what a captured graph holds."""
 
 from __future__ import annotations
 
@@ -6,40 +6,18 @@ import ctypes
 from functools import cache
 from typing import Any
 
-ATTRIBUTES = {
-    "threads_per_sm": 39,
-    "smem_per_sm": 81,
-    "registers_per_sm": 82,
-    "smem_per_cta": 97,
-    "ctas_per_sm": 106,
-}
-"""Numbers of CUdevice_attribute, by the field of ``hardware.Limits`` that they fill."""
-
 _WORK = {0, 1, 2}
 """Of CUgraphNodeType: kernel, copy, fill. Others (empty, events, host) put nothing on the device."""
 
 
 @cache
 def _library() -> Any:
-    library = ctypes.CDLL("libcuda.so.1")
-    _succeed(library.cuInit(0), "cuInit")
-    return library
+    return ctypes.CDLL("libcuda.so.1")
 
 
 def _succeed(code: int, what: str) -> None:
     if code != 0:
         raise OSError(f"{what}: CUDA driver error {code}")
-
-
-def sm_limits(device: int = 0) -> dict[str, int]:
-    """ATTRIBUTES of CUDA device ``device``. Raises OSError where the driver does not answer."""
-    handle, found = ctypes.c_int(), {}
-    _succeed(_library().cuDeviceGet(ctypes.byref(handle), device), "cuDeviceGet")
-    for name, number in ATTRIBUTES.items():
-        value = ctypes.c_int()
-        _succeed(_library().cuDeviceGetAttribute(ctypes.byref(value), number, handle), f"cuDeviceGetAttribute {name}")
-        found[name] = value.value
-    return found
 
 
 def work_nodes(graph: int) -> int:

@@ -93,7 +93,13 @@ class CudaDevice:
         self.l2_bytes: int = found.L2_cache_size
         self.capability: Capability = (found.major, found.minor)
         self.driver = driver_version()
-        self._sm = Limits(**cuda_driver.sm_limits())
+        self._sm = Limits(
+            smem_per_cta=found.shared_memory_per_block_optin,
+            smem_per_sm=found.shared_memory_per_multiprocessor,
+            threads_per_sm=found.max_threads_per_multi_processor,
+            ctas_per_sm=32,
+            registers_per_sm=found.regs_per_multiprocessor,
+        )
         self._limited: dict[tuple[str, Capability], bool] = {}
         self._sweep = torch.zeros(4 * self.l2_bytes // 4, dtype=torch.int32, device=self.kind)
         self._swept = torch.zeros((), dtype=torch.int64, device=self.kind)
@@ -118,17 +124,15 @@ class CudaDevice:
         begin = time.perf_counter()
         graph.replay()
         head_start = time.perf_counter() - begin + _HEAD_START_S
-        return Timed(
-            lambda: self._elapsed_us(graph.replay, head_start),
-            (results[0], results[-1]),
-            cuda_driver.work_nodes(graph.raw_cuda_graph()) / len(calls),
-        )
+        launches = _launches(graph)
+        each = launches / len(calls) if launches else None
+        return Timed(lambda: self._elapsed_us(graph.replay, head_start), (results[0], results[-1]), each)
 
     def eager(self, calls: Sequence[Callable[[], Any]]) -> Timed:
         results = (calls[0](), calls[-1]())
         launches: float | None = None
         with contextlib.suppress(RuntimeError):  # a call that waits for the device cannot be captured
-            launches = cuda_driver.work_nodes(self._graph(calls[:1])[0].raw_cuda_graph())
+            launches = _launches(self._graph(calls[:1])[0])
 
         def once() -> None:
             for call in calls:
@@ -179,6 +183,13 @@ class CudaDevice:
         end.record()
         torch.cuda.synchronize()
         return float(begin.elapsed_time(end)) * 1000
+
+
+def _launches(graph: torch.cuda.CUDAGraph) -> int | None:
+    try:
+        return cuda_driver.work_nodes(graph.raw_cuda_graph())
+    except (OSError, AttributeError, RuntimeError):  # a time without the count is worth more than none
+        return None
 
 
 def driver_version() -> str:

@@ -25,8 +25,11 @@ if TYPE_CHECKING:
     from deepinfer_sm80.ops.contract import Cost
 
 ROUNDS, QUICK_ROUNDS, LEAST_ROUNDS = 40, 8, 5
-SECONDS = 1.0
+SECONDS = 0.5
 """Of measured time for one arm of a case; slow baselines have fewer rounds."""
+
+EAGER_CALLS = 20
+"""Of an eager round: some copies, the first and the last among them. A chain of PyTorch takes milliseconds a call."""
 
 
 PROJECTED = ("ours", "vllm")
@@ -71,6 +74,8 @@ class _Lane:
     timed: Timed
     eager: Timed | None
     occupancy: str
+    calls: int
+    eager_calls: int
     samples: list[float] = field(default_factory=list)
     eager_samples: list[float] = field(default_factory=list)
 
@@ -123,7 +128,7 @@ def measure(case: BenchCase, run: Run, arms: Sequence[Arm] | None = None) -> Out
             lanes.append(_lane(arm, copies, run))
         except Exception as error:  # whatever a baseline raises must not end the run of the others
             outcome.leave_out(case, arm.provider, sentence(error))
-    _time(lanes, copies.calls, run.rounds)
+    _time(lanes, run.rounds)
     expected = _expected(case, copies, run.device)
     for lane in lanes:
         try:
@@ -191,23 +196,26 @@ def _lane(arm: Arm, copies: _Copies, run: Run) -> _Lane:
             occupancy = run.device.limit_occupancy(sorted(keys), CAPABILITIES[run.lowering])
         except Exception as error:  # private parts of Triton: a time with its own occupancy is worth more than none
             occupancy = f"native, {sentence(error)}"
-    timed = run.device.capture(calls) if arm.graphed else run.device.eager(calls)
-    eager = run.device.eager(calls) if arm.eager_too else None
-    return _Lane(arm, timed, eager, occupancy)
+    some = calls[: EAGER_CALLS - 1] + calls[-1:] if len(calls) > EAGER_CALLS else calls
+    timed = run.device.capture(calls) if arm.graphed else run.device.eager(some)
+    eager = run.device.eager(some) if arm.eager_too else None
+    return _Lane(arm, timed, eager, occupancy, len(calls) if arm.graphed else len(some), len(some))
 
 
-def _time(lanes: Sequence[_Lane], calls: int, rounds: int) -> None:
+def _time(lanes: Sequence[_Lane], rounds: int) -> None:
     """Fill the samples: one round to warm up, then every arm as often as SECONDS allow, LEAST_ROUNDS to ``rounds``.
 
     Every second round runs backwards, so that a drift meets all arms alike.
     """
 
     def once(lane: _Lane) -> float:
-        lane.samples.append(lane.timed.elapsed_us() / calls)
-        if lane.eager is None or sum(lane.eager_samples) * calls > SECONDS * 1e6:
-            return lane.samples[-1] * calls
-        lane.eager_samples.append(lane.eager.elapsed_us() / calls)
-        return (lane.samples[-1] + lane.eager_samples[-1]) * calls
+        spent = lane.timed.elapsed_us()
+        lane.samples.append(spent / lane.calls)
+        if lane.eager is not None and sum(lane.eager_samples) * lane.eager_calls <= SECONDS * 1e6:
+            eager = lane.eager.elapsed_us()
+            lane.eager_samples.append(eager / lane.eager_calls)
+            spent += eager
+        return spent
 
     own = []
     for lane in lanes:
@@ -284,7 +292,7 @@ def _row(case: BenchCase, lane: _Lane, copies: _Copies, run: Run) -> Row:
         "graphed": lane.arm.graphed,
         "launches": lane.timed.launches,
         "occupancy": lane.occupancy,
-        "calls": copies.calls,
+        "calls": lane.calls,
         "copies": len(copies.arguments),
         "rounds": len(samples),
         "cold": copies.cold,

@@ -24,7 +24,7 @@ def least_us(cost: Cost, copy_rate: float, dot_rate: float) -> float:
     return 1e6 * max(cost.bytes / copy_rate, cost.flops / dot_rate)
 
 
-def clones_needed(bytes_per_call: int, l2_bytes: int, affordable: int, most: int = 100) -> int:
+def clones_needed(bytes_per_call: int, l2_bytes: int, affordable: int, most: int = 40) -> int:
     """Copies of the arguments whose traffic passes 3x L2 before one is used again; at most what memory holds.
 
     ``most`` is enough for small calls: each copy is then used once in a graph, and the cache is swept before each.
