@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from deepinfer_sm80 import ops
-from deepinfer_sm80.bench import cases, gate, measure, projected, providers, report, statistics
+from deepinfer_sm80.bench import adapters, cases, gate, measure, projected, providers, report, statistics
 from deepinfer_sm80.bench.ceilings import Ceilings
 from deepinfer_sm80.bench.providers import Arm
 from deepinfer_sm80.bench.rows import KEYS
@@ -305,6 +305,22 @@ def test_only_code_for_ampere_is_projected():
     assert "projected_us" not in measure.measure(cases.mhc(2), run_of(device), arms).rows[0]
     device.capability = (8, 0)
     assert "projected_us" not in measure.measure(cases.mhc(2), run_of(device, "sm80"), arms).rows[0]
+
+
+def test_a_result_is_finished_before_it_is_judged():
+    """A set in another order, as vLLM returns it, is the same set; a wrong one stays wrong."""
+
+    def backwards(result, kwargs):
+        return result.flip(-1)
+
+    def spoilt(result, kwargs):
+        return torch.where(result == result.amax(), result.amin(), result).flip(-1)
+
+    finish = adapters.FINISH["indexer_topk"]
+    arms = [arm("indexer_topk", name, spoil=spoil, finish=finish) for name, spoil in (("a", backwards), ("b", spoilt))]
+    outcome = measure.measure(SMALL["indexer_topk"], run_of(fake_device.FakeDevice(l2_bytes=1)), arms)
+    assert [row["provider"] for row in outcome.rows] == ["a"]
+    assert [item["provider"] for item in outcome.left_out] == ["b"]
 
 
 def test_quantiles():
