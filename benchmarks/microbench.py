@@ -112,7 +112,6 @@ def measure_here(args, operators, device):
 
 def in_processes(args, script):
     """Measure in one process after the other until all is done or the time is over. Returns the last exit code."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # no child is left behind
     end = time.monotonic() + args.seconds
     given = [text for op in args.op or () for text in ("--op", op)]
     for name in ("lowering", "commit", "results", "journal"):
@@ -121,14 +120,16 @@ def in_processes(args, script):
     while True:
         before = args.journal.stat().st_size
         left = end - time.monotonic()
+        before_term = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         child = subprocess.Popen([sys.executable, script, *given, f"--seconds={left}"])
         try:
             code = child.wait(left + GRACE)
         except subprocess.TimeoutExpired:
             return -signal.SIGKILL
-        finally:
+        finally:  # reached by a SIGTERM as well: no child is left behind
             child.kill()
             child.wait()
+            signal.signal(signal.SIGTERM, before_term)
         if code in (0, 2) or args.journal.stat().st_size == before or time.monotonic() > end:
             return code
         print(f"the process that measured ended with {code}; another goes on", file=sys.stderr, flush=True)

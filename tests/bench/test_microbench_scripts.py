@@ -3,6 +3,7 @@
 import argparse
 import importlib.util
 import json
+import signal
 import sys
 from pathlib import Path
 
@@ -134,7 +135,9 @@ def test_a_process_that_begins_nothing_is_not_repeated(small, tmp_path, capsys, 
     monkeypatch.setattr(sys, "argv", [str(script)])
     module = load(BENCHMARKS / "microbench.py")
     monkeypatch.setattr(module, "torch_sees_a_gpu", lambda: True)
+    before = signal.getsignal(signal.SIGTERM)
     assert module.main(["mhc_post"], "", ["--results", str(tmp_path / "results")]) == 1
+    assert signal.getsignal(signal.SIGTERM) is before
     assert "it did not begin" in capsys.readouterr().out
 
 
