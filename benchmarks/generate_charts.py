@@ -1,4 +1,6 @@
-"""Charts from benchmarks/results/sm80_benchmark_summary.json and nothing else; one GPU a chart, named in its title.
+"""Charts from benchmarks/results/sm80_benchmark_summary.json; one GPU a chart, named in its title.
+
+Figures that others have published for other hardware (benchmarks/published.json) stand beside ours, hollow and named.
 
     python3 benchmarks/generate_charts.py [--summary FILE] [--out FOLDER] [--refresh]
 
@@ -27,12 +29,15 @@ from deepinfer_sm80.bench.rows import gpu_folder
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results"
 CHARTS = RESULTS / "charts"
+PUBLISHED = ROOT / "benchmarks/published.json"
 ARCHITECTURES = ("sm_80", "sm_86")
 CARD, INK, FAINT = "#f7f7f4", "#222222", "#c9c9c4"
 # Okabe and Ito's colours, which differ for colour-blind readers too
-COLOURS = dict(
-    zip(PROVIDERS, ("#0072b2", "#e69f00", "#d55e00", "#cc79a7", "#009e73", "#56b4e9", "#5f5f5f"), strict=True)
-)
+HUES = ("#0072b2", "#e69f00", "#d55e00", "#cc79a7", "#009e73", "#56b4e9", "#5f5f5f", "#9c755f")
+COLOURS = dict(zip(PROVIDERS, HUES, strict=True))
+PALE = ("#9ecae1", "#fdd49e", "#fcae91", "#e7cfe0", "#a1d9c3", "#333333", "#c4a995", "#f0e442")
+ARMS = {"kernels": "this plugin", "stock": "vLLM's own path for this GPU"}
+LEAST_SHARE = 0.04
 STYLE = {
     "font.family": "DejaVu Sans",
     "font.size": 9,
@@ -66,6 +71,9 @@ def charts(summary):
             figure = latency(chosen, title, axis)
             if figure is not None:
                 found[f"latency-{axis}-{end}"] = figure
+    for gpu, checkpoint in sorted({(row["gpu"], row["checkpoint"]) for row in summary.get("steps", [])}):
+        chosen = [row for row in summary["steps"] if (row["gpu"], row["checkpoint"]) == (gpu, checkpoint)]
+        found[f"steps-{gpu_folder(gpu)}-{checkpoint}"] = steps(chosen, f"{gpu}, checkpoint {checkpoint}")
     return found
 
 
@@ -111,15 +119,21 @@ def speedup(chosen, title):
         values = [geometric_mean(ratios[op, provider]) for op in operators if (op, provider) in ratios]
         bars = axes.barh(at, values, height * 0.9, align="edge", color=COLOURS[provider], label=provider)
         axes.bar_label(bars, fmt="%.2f", padding=2, fontsize=8)
+    published = [item for item in json.loads(PUBLISHED.read_text(encoding="utf-8")) if item["op"] in operators]
+    if published:
+        at = [operators.index(item["op"]) for item in published]
+        others = ", ".join(sorted({f"{item['hardware']}, against {item['against']}" for item in published}))
+        label, ratios = f"published, not ours ({others})", [item["ratio"] for item in published]
+        axes.scatter(ratios, at, s=34, marker="D", facecolors="none", edgecolors=INK, label=label, zorder=3)
     axes.set_yticks(range(len(operators)), operators)
     axes.set_xscale("log")
-    axes.margins(x=0.12)
+    axes.margins(x=0.12, y=0.01)
     axes.axvline(1.0, color=INK, linewidth=0.9)
     axes.invert_yaxis()
     axes.set_xlabel("time over ours (geometric mean over cases, log scale); right of 1 ours is faster")
     axes.grid(axis="x")
     if providers:
-        axes.legend(frameon=False)
+        figure.legend(frameon=False, loc="outside lower center", ncols=3)
     axes.set_title(f"Ours beside its baselines\n{title}")
     return figure
 
@@ -127,7 +141,7 @@ def speedup(chosen, title):
 def roofline(chosen, title):
     """Our points under the copy and dot ceilings that their own run measured."""
     points = [r for r in chosen if r["provider"] == "ours" and r["flops"]]
-    figure = Figure(figsize=(8, 5), layout="constrained")
+    figure = Figure(figsize=(10, 5), layout="constrained")
     axes = figure.subplots()
     axes.set_title(f"Roofline, measured ceilings\n{title}")
     axes.set_xlabel("least FLOP per least byte")
@@ -149,11 +163,11 @@ def roofline(chosen, title):
         x = [r["flops"] / r["bytes"] for r in mine]
         y = [r["flops"] / r["p50_us"] / 1e6 for r in mine]
         axes.scatter(x, y, s=26, color=colour, marker=marker, label=op)
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     return figure
 
 
-AXES = {"tokens": ("tokens", r"\b(?:T|rows)(\d+)"), "context": ("rows of context", r"\bctx(\d+)")}
+AXES = {"tokens": ("tokens (of a decode: batch)", r"\b(?:T|rows)(\d+)"), "context": ("rows of context", r"\bctx(\d+)")}
 
 
 def latency(chosen, title, axis):
@@ -174,19 +188,53 @@ def latency(chosen, title, axis):
     deep = -(-len(operators) // columns)
     figure = Figure(figsize=(4.2 * columns + 0.6, 3.2 * deep + 0.7), layout="constrained")
     panels = figure.subplots(deep, columns, squeeze=False).flat
+    handles = {}
     for panel, op in zip(panels, operators, strict=False):
         for (name, provider, _), points in lines.items():
             if name == op:
                 panel.plot(
                     *zip(*points, strict=True), color=COLOURS[provider], marker="o", markersize=3, label=provider
                 )
-        panel.set(title=op, xlabel=label, ylabel="median, us", xscale="log", yscale="log")
+        panel.set(title=op, xlabel=label, ylabel="median, µs", xscale="log", yscale="log")
         panel.grid()
-        handles = dict(zip(*reversed(panel.get_legend_handles_labels()), strict=True))
-        panel.legend(handles.values(), handles.keys(), frameon=False, fontsize=7)
+        for handle, provider in zip(*panel.get_legend_handles_labels(), strict=True):
+            handles.setdefault(provider, handle)
     for panel in list(figure.axes)[len(operators) :]:
         panel.set_axis_off()
+    figure.legend(handles.values(), handles.keys(), frameon=False, loc="outside lower center", ncols=len(handles))
     figure.suptitle(f"Median time of a call\n{title}")
+    return figure
+
+
+def steps(chosen, title):
+    """A decode step's time by batch for each arm, and the shares of the operators in the plugin's steps."""
+    figure = Figure(figsize=(11, 4.6), layout="constrained")
+    times, shares = figure.subplots(1, 2, width_ratios=(1, 1.5))
+    size = {row["step"]: int(row["step"].rpartition("-")[2]) for row in chosen}
+    for arm, colour in zip(ARMS, (COLOURS["ours"], COLOURS["vllm"]), strict=True):
+        points = sorted(
+            (size[r["step"]], r["ms"]) for r in chosen if r["arm"] == arm and r["step"].startswith("decode")
+        )
+        if points:
+            times.plot(*zip(*points, strict=True), color=colour, marker="o", label=ARMS[arm])
+    times.set(xscale="log", xlabel="requests that decode", ylabel="ms of a step")
+    times.set_ylim(bottom=0)
+    times.grid()
+    times.legend(frameon=False)
+    mine = sorted((r for r in chosen if r["arm"] == "kernels"), key=lambda r: (r["step"][:2], size[r["step"]]))
+    groups = list(dict.fromkeys(g for r in mine for g, facts in r["groups"].items() if facts["share"] >= LEAST_SHARE))
+    left = [0.0] * len(mine)
+    for group, colour in zip([*groups, "all others"], [*cycle([*HUES, *PALE])[: len(groups)], FAINT], strict=True):
+        if group == "all others":
+            values = [1 - done for done in left]
+        else:
+            values = [r["groups"].get(group, {"share": 0.0})["share"] for r in mine]
+        shares.barh([r["step"] for r in mine], values, left=left, color=colour, edgecolor=CARD, label=group)
+        left = [done + value for done, value in zip(left, values, strict=True)]
+    shares.invert_yaxis()
+    shares.set(xlim=(0, 1), xlabel="share of the kernel time of a step with this plugin")
+    shares.legend(frameon=False, fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=3)
+    figure.suptitle(f"A whole step inside vLLM\n{title}")
     return figure
 
 

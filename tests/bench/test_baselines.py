@@ -8,20 +8,29 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from deepinfer_sm80 import ops
-from deepinfer_sm80.bench import cases, gate, providers
+from deepinfer_sm80.bench import cases, flashmla, gate, providers
 
 _spec = importlib.util.spec_from_file_location("vllm_source", Path(__file__).parents[1] / "vllm_plugin/vllm_source.py")
 source = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(source)
 
-CACHE = "vllm.models.deepseek_v41.common.ops.cache_utils"
+V41 = "vllm.models.deepseek_v41.common.ops"
+CACHE = f"{V41}.cache_utils"
 FUNCTIONS = {
     "combine_topk_swa_indices": (CACHE, "combine_topk_swa_indices", cases.combine(3, 300)),
     "global_topk_indices": (CACHE, "compute_global_topk_indices_and_lens", cases.mapping(2)),
     "dequantize_and_gather_k_cache": (CACHE, "dequantize_and_gather_k_cache", cases.gather(1, 128)),
+    "rope_quant_insert": (f"{V41}.fused_compress_quant_cache", "rope_quant_insert", cases.insert(3)),
     "mhc_post": ("vllm.model_executor.kernels.mhc.tilelang", "mhc_post_tilelang", cases.mhc(2)),
 }
 FLASHMLA = "vllm.v1.attention.ops.flashmla"
+
+
+@pytest.fixture(autouse=True)
+def nothing_remembered():
+    flashmla.functions.cache_clear()
+    yield
+    flashmla.functions.cache_clear()
 
 
 def install(monkeypatch, name, **members):
@@ -102,6 +111,16 @@ def test_flashmla_gets_the_same_attention(case, monkeypatch):
     kwargs = case.arguments("cpu", 0)
     result = arm_named(case.op, "flashmla").prepare(kwargs)()
     assert gate.disagreement(case.op, gate.expected(case.op, kwargs), kwargs, result) == ""
+
+
+def test_flashmla_is_what_it_was_before_another_lowering_was_entered(monkeypatch):
+    """The aid for another lowering puts refusals in the module's place."""
+    functions = {name: lambda name=name: name for name in flashmla.FUNCTIONS}
+    install(monkeypatch, FLASHMLA, _is_flashmla_available=lambda: (True, None), **functions)
+    before = flashmla.functions()
+    install(monkeypatch, FLASHMLA, _is_flashmla_available=lambda: (False, "refused"))
+    assert flashmla.functions() is before
+    assert before.flash_mla_sparse_fwd() == "flash_mla_sparse_fwd"
 
 
 def test_flashmla_that_cannot_load_gives_its_reason(monkeypatch):

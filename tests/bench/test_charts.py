@@ -13,6 +13,7 @@ from deepinfer_sm80.bench import cases, providers, rows
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks/results"
 COMMITTED = sorted((RESULTS / "charts").iterdir())
+RESOURCES = rows.read_resources(ROOT / "docs/resources.md")
 
 
 @pytest.fixture(scope="module")
@@ -70,13 +71,50 @@ def test_no_measured_chart_without_rows(charts):
 def test_one_gpu_a_chart_with_its_name(charts):
     resources = rows.read_resources(ROOT / "docs/resources.md")
     found = charts.charts({"resources": resources, "rows": measured("NVIDIA A100") + measured("NVIDIA Test 9000")})
-    for folder, gpu, other in (("a100", "NVIDIA A100", "Test"), ("test-9000", "NVIDIA Test 9000", "A100")):
+    for folder, gpu, other in (
+        ("a100", "NVIDIA A100", "NVIDIA Test"),
+        ("test-9000", "NVIDIA Test 9000", "NVIDIA A100"),
+    ):
         mine = {name: figure for name, figure in found.items() if name.endswith(f"nvidia-{folder}-sm80")}
         kinds = {name.partition("-nvidia")[0] for name in mine}
         assert kinds == {"speedup", "roofline", "latency-tokens", "latency-context"}
         for figure in mine.values():
             assert any(f"{gpu}, lowering sm80" in text for text in texts(figure))
             assert not any(other in text for text in texts(figure))
+
+
+def step(name, arm, ms, **shares):
+    groups = {group: {"share": share} for group, share in shares.items()}
+    return {"gpu": "NVIDIA A100", "checkpoint": "toy", "step": name, "arm": arm, "ms": ms, "groups": groups}
+
+
+def test_steps_show_both_arms_and_the_shares_of_ours(charts):
+    made = [step("decode-8", "kernels", 3.0, attention=0.7, norms=0.28, tiny=0.02), step("decode-8", "stock", 4.0)]
+    made += [
+        step("decode-1", "kernels", 2.0, attention=0.4, norms=0.6),
+        step("prefill-2048", "kernels", 9.0, norms=1.0),
+    ]
+    name, figure = next(
+        (n, f) for n, f in charts.charts({"resources": RESOURCES, "rows": [], "steps": made}).items() if "steps" in n
+    )
+    assert name == "steps-nvidia-a100-toy"
+    assert {"A whole step inside vLLM\nNVIDIA A100, checkpoint toy", "attention", "norms", "all others"} <= set(
+        texts(figure)
+    )
+    assert "tiny" not in texts(figure)
+    line = figure.axes[0].lines[0]
+    assert (list(line.get_xdata()), list(line.get_ydata())) == ([1, 8], [2.0, 3.0])
+    assert [bar.get_width() for bar in figure.axes[1].containers[0]] == [0.4, 0.7, 0.0]
+
+
+def test_figures_of_others_are_hollow_and_named(charts):
+    common = {"op": "combine_topk_swa_indices", "case": "T1536-K512-W128", "lowering": "sm80", "gpu": "G"}
+    made = [common | {"provider": provider, "p50_us": us} for provider, us in (("ours", 1.0), ("vllm", 3.0))]
+    figure = charts.speedup(made, "G")
+    points = figure.axes[0].collections[0]
+    assert points.get_offsets().tolist() == [[22.17, 0.0]]
+    assert len(points.get_facecolors()) == 0
+    assert "published, not ours (GA100, against vLLM's kernel)" in texts(figure)
 
 
 def test_speedup_is_the_geometric_mean_over_shared_cases(charts):

@@ -3,6 +3,7 @@
 import argparse
 import importlib.util
 import json
+import signal
 import sys
 from pathlib import Path
 
@@ -55,7 +56,7 @@ def test_without_a_gpu_one_line_and_the_resources(name, capsys, monkeypatch):
     assert script.main(script.OPERATORS, script.__doc__, []) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "No GPU is visible here: nothing was timed and nothing was recorded."
-    assert {line.split()[0] for line in lines[2:]} == set(script.OPERATORS)
+    assert {line.split()[0] for line in lines[2:]} == {op for op in script.OPERATORS if ops.kernel(op)}
     assert script.main(script.OPERATORS, script.__doc__, ["--json", "--op", script.OPERATORS[0]]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["rows"] == []
@@ -71,6 +72,8 @@ def test_scripts_cover_every_case_once():
 def test_a_quick_case_for_every_operator():
     quick = [case.op for case in cases.all_cases() if case.quick]
     assert sorted(quick) == sorted({case.op for case in cases.all_cases()})
+    first = runner.listed(ops.OPS)[: len(quick)]
+    assert [case.op for case in first] == quick, "a run that is cut short has something of all"
     names = [(case.op, case.name) for case in cases.all_cases()]
     assert len(set(names)) == len(names)
 
@@ -82,7 +85,7 @@ def test_a_run_records_rows_and_the_summary(small, tmp_path, capsys):
     assert script.main(script.OPERATORS, script.__doc__, arguments, device) == 0
     out = capsys.readouterr().out
     assert "copy 1000 GB/s (read and written), bf16 dot 100 TFLOP/s" in out
-    assert "no row: mhc_post, vllm-native, T1-H128, T8-H128: ModuleNotFoundError: No module named 'vllm'" in out
+    assert "no row: mhc_post, vllm-native, T8-H128, T1-H128: ModuleNotFoundError: No module named 'vllm'" in out
     recorded = rows.read_rows(tmp_path / "nvidia-test-9000/microbench.jsonl")
     assert {r["provider"] for r in recorded} == {"ours", "pytorch", "pytorch-graph", "unfused"}
     assert {r["case"] for r in recorded} == {"T1-H128", "T8-H128"}
@@ -90,9 +93,52 @@ def test_a_run_records_rows_and_the_summary(small, tmp_path, capsys):
     summary = json.loads((tmp_path / rows.SUMMARY).read_text(encoding="utf-8"))
     assert summary == rows.summarise(tmp_path, ROOT / "docs/resources.md")
     assert len(summary["rows"]) == len(recorded)
-    table = next(line for line in out.splitlines() if line.startswith("T1-H128") and " pytorch " in line)
+    table = next(line for line in out.splitlines() if line.startswith("T8-H128") and " pytorch " in line)
     assert table.split()[2] == "40.00"
     assert table.split()[5] == "4.00", "times ours"
+
+
+SCRIPT = """
+import json, os, pathlib, sys
+from deepinfer_sm80.bench import rows
+journal = next(pathlib.Path(a.partition("=")[2]) for a in sys.argv if a.startswith("--journal="))
+done = len(rows.read_rows(journal))
+case = ["mhc_post", f"T{(1, 8)[min(done, 1)]}-H128"]
+rows.append_line(journal, {"begun": case})
+if done == 0:
+    os._exit(11)
+rows.append_line(journal, {"ended": case, "rows": [json.loads(os.environ["ROW"])], "left_out": []})
+"""
+
+
+def test_another_process_goes_on_where_one_died(small, tmp_path, capsys, monkeypatch):
+    """The case in which it died lacks its row, which the exit code says; the other case has one."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT, encoding="utf-8")
+    monkeypatch.setenv("ROW", json.dumps(row(case="T8-H128")))
+    monkeypatch.setattr(sys, "argv", [str(script)])
+    module = load(BENCHMARKS / "microbench.py")
+    monkeypatch.setattr(module, "torch_sees_a_gpu", lambda: True)
+    assert module.main(["mhc_post"], "", ["--results", str(tmp_path / "results"), "--json"]) == 1
+    captured = capsys.readouterr()
+    found = json.loads(captured.out)
+    assert [r["case"] for r in found["rows"]] == ["T8-H128"]
+    lost = {"op": "mhc_post", "case": "T1-H128", "provider": "ours", "reason": "its process ended"}
+    assert found["left_out"] == [lost]
+    assert "ended with 11; another goes on" in captured.err
+    assert "ours: 1 of 2 cases have a row" in captured.err
+
+
+def test_a_process_that_begins_nothing_is_not_repeated(small, tmp_path, capsys, monkeypatch):
+    script = tmp_path / "script.py"
+    script.write_text("raise SystemExit(3)", encoding="utf-8")
+    monkeypatch.setattr(sys, "argv", [str(script)])
+    module = load(BENCHMARKS / "microbench.py")
+    monkeypatch.setattr(module, "torch_sees_a_gpu", lambda: True)
+    before = signal.getsignal(signal.SIGTERM)
+    assert module.main(["mhc_post"], "", ["--results", str(tmp_path / "results")]) == 1
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert "it did not begin" in capsys.readouterr().out
 
 
 def test_quick_records_nothing(small, tmp_path, capsys):
@@ -107,7 +153,7 @@ def test_quick_records_nothing(small, tmp_path, capsys):
 
 def test_a_run_in_which_nothing_of_ours_agrees_fails(small, tmp_path, monkeypatch):
     script = load(BENCHMARKS / "microbench_sm80_part2.py")
-    monkeypatch.setattr(runner.measure, "measure_all", lambda *_: Outcome())
+    monkeypatch.setattr(runner.measure, "measure", lambda *_: Outcome())
     arguments = ["--results", str(tmp_path), "--lowering", "native"]
     assert script.main(script.OPERATORS, script.__doc__, arguments, fake_device.FakeDevice()) == 1
 
@@ -161,6 +207,21 @@ def test_bench_fails_at_fifteen_per_cent(cost, code, small, tmp_path, capsys):
     assert f"1 rows of ours have a baseline in {tmp_path}" in capsys.readouterr().out
     assert bench(device, tmp_path / "nvidia-test-9000/microbench.jsonl", json=True) == code
     assert len(json.loads(capsys.readouterr().out)["slower"]) == code
+
+
+def test_bench_on_a_gpu_that_is_lost_shows_what_there_is_and_fails(small, capsys):
+    device = fake_device.FakeDevice(l2_bytes=1)
+    device.alive = lambda: False
+    assert bench(device) == 1
+    assert "T8-H128" in capsys.readouterr().out
+
+
+def test_a_reason_is_said_once_as_it_comes(small, tmp_path, capsys):
+    script = load(BENCHMARKS / "microbench_sm80_part2.py")
+    arguments = ["--results", str(tmp_path), "--lowering", "native"]
+    assert script.main(script.OPERATORS, script.__doc__, arguments, fake_device.FakeDevice(l2_bytes=1)) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("no row: mhc_post, vllm-native")]
+    assert [line.split(":")[1].split(",")[2:] for line in lines] == [[" T8-H128"], [" T8-H128", " T1-H128"]]
 
 
 def test_bench_without_a_baseline_reports(small, capsys):

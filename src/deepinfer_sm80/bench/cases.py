@@ -6,86 +6,22 @@ only read, may be large, and are handed over in ``shared`` where every copy may 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from deepinfer_sm80.ops.formats import e4m3
-from deepinfer_sm80.ops.kv_cache.layout import (
-    HEAD_DIM,
-    INDEX_DIM,
-    INDEX_RECORD_BYTES,
-    NOPE_DIM,
-    RECORD_BYTES,
-    record_views,
-)
+from deepinfer_sm80.bench.builder import BenchCase, Builder
+from deepinfer_sm80.ops.kv_cache.layout import HEAD_DIM, INDEX_DIM, INDEX_RECORD_BYTES, RECORD_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 HEADS, WINDOW, TOPK, HIDDEN, INDEX_HEADS = 64, 128, 512, 5120, 32
-WINDOW_PAGE, PAGE = 32, 128
+WINDOW_PAGE, PAGE, INDEX_PAGE = 32, 128, 64
+CANDIDATES, CANDIDATE_BLOCK = 2048, 8
+GROUPS, LOW_RANK = 8, 1024
+EXPERTS, CHOSEN = 384, 6
 ENGRAM_ROWS, ENGRAM_HEADS = 1 << 20, 24
-
-
-class Builder:
-    """Random tensors on one device from one seed; ``pool`` returns the shared tensor of that name if there is one."""
-
-    def __init__(self, device: str, seed: int, shared: dict[str, torch.Tensor]) -> None:
-        self.device, self.seed, self.shared = device, seed, shared
-        self.generator = torch.Generator(device).manual_seed(seed)
-
-    def randn(self, *shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=self.generator, device=self.device)
-
-    def randint(self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        return torch.randint(low, high, shape, generator=self.generator, device=self.device, dtype=dtype)
-
-    def full(self, value: int, *shape: int) -> torch.Tensor:
-        return torch.full(shape, value, dtype=torch.int32, device=self.device)
-
-    def pool(self, name: str, build: Callable[[], torch.Tensor]) -> torch.Tensor:
-        if name in self.shared:
-            return self.shared[name]
-        # a generator of its own: what is drawn afterwards must not depend on whether the tensor was shared
-        outer, self.generator = self.generator, torch.Generator(self.device).manual_seed(self.seed + len(name) * 7919)
-        built, self.generator = build(), outer
-        return built
-
-    def records(self, rows: int, block_size: int) -> torch.Tensor:
-        """A paged record cache uint8 [blocks, block_size, 584] of at least ``rows`` rows, pages padded to 576 bytes."""
-        blocks = -(-rows // block_size)
-        stride = -(-block_size * RECORD_BYTES // 576) * 576
-        storage = torch.zeros(blocks * stride, dtype=torch.uint8, device=self.device)
-        cache = storage.as_strided((blocks, block_size, RECORD_BYTES), (stride, RECORD_BYTES, 1))
-        data, scales = record_views(cache)
-        for first in range(0, blocks, 256):
-            part = slice(first, min(first + 256, blocks))
-            count = part.stop - part.start
-            data[part, :, :NOPE_DIM] = e4m3.encode(self.randn(count, block_size, NOPE_DIM) * 64)
-            rope = self.randn(count, block_size, HEAD_DIM - NOPE_DIM).bfloat16()
-            data[part, :, NOPE_DIM:] = rope.view(torch.uint8)
-            scales[part, :, :7] = self.randint(120, 123, count, block_size, 7, dtype=torch.uint8)
-        return cache
-
-    def rotations(self, positions: int) -> torch.Tensor:
-        angle = torch.rand(positions, 32, generator=self.generator, device=self.device) * 6.2831855
-        return torch.cat((angle.cos(), angle.sin()), -1)
-
-
-@dataclass(frozen=True, slots=True)
-class BenchCase:
-    """One size of one operator. ``build(builder)`` returns the launcher's arguments; ``pools`` may be shared."""
-
-    op: str
-    name: str
-    build: Callable[[Builder], dict[str, Any]]
-    pools: tuple[str, ...] = ()
-    quick: bool = False
-
-    def arguments(self, device: str, seed: int, shared: dict[str, torch.Tensor] | None = None) -> dict[str, Any]:
-        return self.build(Builder(device, seed, shared or {}))
 
 
 def decode(tokens: int, context: int) -> BenchCase:
@@ -222,8 +158,7 @@ def index_keys(tokens: int, ratio: int) -> BenchCase:
     """Keys are multiples of 1/8, so that their sum of squares is exact in every order, as in the contract's cases."""
 
     def build(b: Builder) -> dict[str, Any]:
-        blocks, page = -(-tokens // PAGE) + 1, -(-PAGE * INDEX_RECORD_BYTES // 576) * 576
-        storage = torch.zeros(blocks * page, dtype=torch.uint8, device=b.device)
+        blocks = -(-tokens // PAGE) + 1
         order = torch.randperm(blocks * PAGE, generator=b.generator, device=b.device)
         return {
             "k_pre": (b.randint(-32, 33, tokens, INDEX_DIM) / 8).bfloat16(),
@@ -231,13 +166,116 @@ def index_keys(tokens: int, ratio: int) -> BenchCase:
             "cos_sin_cache": b.pool("cos_sin_cache", lambda: b.rotations(131072)),
             "norm_weight": (1 + b.randn(INDEX_DIM) / 4).bfloat16(),
             "eps": 1e-20,
-            "kv_cache": storage.as_strided((blocks, PAGE, INDEX_RECORD_BYTES), (page, INDEX_RECORD_BYTES, 1)),
+            "kv_cache": b.pages(blocks, PAGE, INDEX_RECORD_BYTES),
             "slot_mapping": order[:tokens],
             "compress_ratio": ratio,
         }
 
     name = f"T{tokens}-r{ratio}"
     return BenchCase("indexer_k_norm_rope_store", name, build, ("cos_sin_cache",), (tokens, ratio) == (64, 1))
+
+
+def insert(tokens: int) -> BenchCase:
+    """Window rows, ratio 1: every token is stored."""
+
+    def build(b: Builder) -> dict[str, Any]:
+        blocks = -(-tokens // WINDOW_PAGE) + 1
+        order = torch.randperm(blocks * WINDOW_PAGE, generator=b.generator, device=b.device)
+        return {
+            "latent": b.randn(tokens, HEAD_DIM).bfloat16(),
+            "positions": torch.arange(tokens, device=b.device),
+            "cos_sin_cache": b.pool("cos_sin_cache", lambda: b.rotations(131072)),
+            "kv_cache": b.pages(blocks, WINDOW_PAGE, RECORD_BYTES),
+            "slot_mapping": order[:tokens],
+            "compress_ratio": 1,
+        }
+
+    return BenchCase("rope_quant_insert", f"T{tokens}-r1", build, ("cos_sin_cache",), tokens == 64)
+
+
+def prompt_logits(tokens: int, context: int) -> BenchCase:
+    """One chunk that ends at ``context`` index keys: every query sees all but the keys behind it."""
+
+    def build(b: Builder) -> dict[str, Any]:
+        return {
+            "q_codes": b.codes(tokens, INDEX_HEADS, INDEX_DIM),
+            "weights": b.randn(tokens, INDEX_HEADS),
+            "k_codes": b.pool("k_codes", lambda: b.codes(context, INDEX_DIM)),
+            "k_scale": b.pool("k_scale", lambda: torch.exp2(b.randint(-12, -4, context).float())),
+            "row_start": b.full(0, tokens),
+            "row_end": torch.arange(context - tokens + 1, context + 1, dtype=torch.int32, device=b.device),
+            "max_k": context,
+        }
+
+    quick = (tokens, context) == (64, 4096)
+    return BenchCase("indexer_logits_prefill", f"T{tokens}-ctx{context}", build, ("k_codes", "k_scale"), quick)
+
+
+def paged_logits(tokens: int, context: int) -> BenchCase:
+    """Every token is a request of its own with ``context`` index keys."""
+
+    def build(b: Builder) -> dict[str, Any]:
+        cache = b.pool("kv_cache", lambda: b.index_keys(tokens * context, INDEX_PAGE))
+        order = torch.randperm(cache.shape[0], generator=b.generator, device=b.device)
+        return {
+            "q_codes": b.codes(tokens, INDEX_HEADS, INDEX_DIM),
+            "weights": b.randn(tokens, INDEX_HEADS),
+            "kv_cache": cache,
+            "context_lens": b.full(context, tokens),
+            "block_table": order.int().view(tokens, -1),
+            "max_context_len": context,
+        }
+
+    quick = (tokens, context) == (8, 4096)
+    return BenchCase("indexer_logits_paged", f"T{tokens}-ctx{context}", build, ("kv_cache",), quick)
+
+
+def candidates(tokens: int, context: int) -> BenchCase:
+    def build(b: Builder) -> dict[str, Any]:
+        options = {"topk_blocks": CANDIDATES, "block_size": CANDIDATE_BLOCK}
+        return {"logits": b.randn(tokens, context), "row_lens": b.full(context, tokens), **options}
+
+    name = f"rows{tokens}-ctx{context}-B{CANDIDATES}"
+    return BenchCase("select_candidate_blocks", name, build, quick=(tokens, context) == (8, 32768))
+
+
+def inverse_rope(tokens: int) -> BenchCase:
+    def build(b: Builder) -> dict[str, Any]:
+        return {
+            "o": b.randn(tokens, HEADS, HEAD_DIM).bfloat16(),
+            "positions": b.randint(0, 131072, tokens, dtype=torch.int64),
+            "cos_sin_cache": b.pool("cos_sin_cache", lambda: b.rotations(131072)),
+            "num_groups": GROUPS,
+        }
+
+    name = f"T{tokens}-H{HEADS}-G{GROUPS}"
+    return BenchCase("inverse_rope_grouped", name, build, ("cos_sin_cache",), tokens == 8)
+
+
+def projection(tokens: int) -> BenchCase:
+    width = HEADS // GROUPS * HEAD_DIM
+
+    def build(b: Builder) -> dict[str, Any]:
+        weight = b.pool("weight", lambda: (b.randn(GROUPS, LOW_RANK, width) * width**-0.5).bfloat16())
+        return {"x": b.randn(tokens, GROUPS, width).bfloat16(), "weight": weight}
+
+    name = f"T{tokens}-G{GROUPS}-K{width}-R{LOW_RANK}"
+    return BenchCase("grouped_output_projection", name, build, ("weight",), tokens == 8)
+
+
+def expert_order(tokens: int, block_size: int) -> BenchCase:
+    def build(b: Builder) -> dict[str, Any]:
+        ids, expert_ids, used = b.aligned_routes(tokens, CHOSEN, EXPERTS, block_size)
+        return {
+            "sorted_token_ids": ids,
+            "expert_ids": expert_ids,
+            "num_tokens_post_padded": used,
+            "block_size": block_size,
+            "num_routes": tokens * CHOSEN,
+        }
+
+    name = f"T{tokens}-K{CHOSEN}-E{EXPERTS}-block{block_size}"
+    return BenchCase("stable_expert_order", name, build, quick=tokens == 64)
 
 
 def engram(tokens: int) -> BenchCase:
@@ -260,7 +298,6 @@ def engram(tokens: int) -> BenchCase:
 
 def all_cases() -> Iterator[BenchCase]:
     """Every case, operators in no particular order."""
-    batches = (1, 8, 64, 2048)
     for tokens, context in ((1, 4096), (1, 131072), (8, 0), (8, 4096), (8, 16384), (8, 131072), (64, 16384)):
         yield decode(tokens, context)
     for tokens, context in ((64, 4096), (2048, 4096), (2048, 16384), (2048, 131072)):
@@ -275,9 +312,15 @@ def all_cases() -> Iterator[BenchCase]:
         yield mapping(tokens)
     for tokens, context in ((1, 4096), (1, 131072), (8, 4096), (8, 131072), (32, 65536), (2048, 16384)):
         yield select(tokens, context)
-    for tokens in batches:
-        yield index_queries(tokens)
     for tokens, ratio in ((1, 1), (64, 1), (2048, 1), (2048, 2)):
         yield index_keys(tokens, ratio)
-    for tokens in batches:
-        yield engram(tokens)
+    for tokens, context in ((64, 4096), (2048, 4096), (2048, 16384)):
+        yield prompt_logits(tokens, context)
+    for tokens, context in ((1, 4096), (1, 131072), (8, 4096), (8, 131072), (64, 16384)):
+        yield paged_logits(tokens, context)
+    for tokens, context in ((1, 131072), (8, 32768), (2048, 32768)):
+        yield candidates(tokens, context)
+    for tokens in (1, 8, 64, 2048):
+        yield from (case(tokens) for case in (index_queries, engram, insert, inverse_rope, projection))
+    for tokens, block_size in ((1, 8), (8, 8), (64, 8), (2048, 48)):
+        yield expert_order(tokens, block_size)

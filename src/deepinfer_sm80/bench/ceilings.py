@@ -49,7 +49,9 @@ def measure_ceilings(elapsed_us: Callable[[Callable[[], None]], float], device: 
 
     ``elapsed_us``: microseconds of a piece of work on ``device``.
     """
-    source, target = (torch.zeros(copied, dtype=torch.uint8, device=device) for _ in range(2))
+    g = torch.Generator(device).manual_seed(0)
+    source = torch.randint(0, 256, (copied,), generator=g, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
 
     def copy_once() -> None:
         target.copy_(source)
@@ -60,7 +62,6 @@ def measure_ceilings(elapsed_us: Callable[[Callable[[], None]], float], device: 
 
     copy = 2e6 * copied / median(copy_once)
 
-    g = torch.Generator(device).manual_seed(0)
     a, b = (torch.randn((n, n), generator=g, device=device).bfloat16() for _ in range(2))
     out = torch.empty_like(a)
 

@@ -29,6 +29,11 @@ PER_TOKEN = {
     "sparse_mla_decode": ("q", "swa_indices", "swa_lens", "extra_indices", "extra_lens"),
     "sparse_mla_prefill": ("q", "indices", "lens"),
     "engram_lookup": ("ids",),
+    "indexer_logits_prefill": ("q_codes", "weights", "row_start", "row_end"),
+    "indexer_logits_paged": ("q_codes", "weights", "context_lens", "block_table"),
+    "select_candidate_blocks": ("logits", "row_lens"),
+    "inverse_rope_grouped": ("o", "positions"),
+    "grouped_output_projection": ("x",),
 }
 """Arguments with one row for each row of the results, of operators whose rows do not depend on each other."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from deepinfer_sm80.hardware import limits
 from deepinfer_sm80.ops import resources, warmup
 
 if TYPE_CHECKING:
@@ -27,15 +28,23 @@ def padded_bytes(needed: int, ctas: int, sm: Limits) -> int:
 def limit(variant: Variant, capability: Capability, here: Limits) -> bool:
     """Launches of ``variant`` occupy an SM as on ``capability``; True where that needed padding.
 
-    Until then the compiled kernel may have been launched: it is loaded anew. ``here``: the limits of this GPU's SM.
+    The kernel must have been compiled for ``capability`` and may have been launched: it is loaded anew. ``here``: the
+    limits of this GPU's SM, for which the assembler may have given a thread other registers than for ``capability``.
     """
-    wanted = resources.compile_variant(variant, capability)
     compiled = warmup.compile_variant(variant)
     shared = int(compiled.metadata.shared)
-    if wanted.ctas_per_sm < 1 or here.ctas_that_fit(shared, wanted.registers, variant.num_warps) <= wanted.ctas_per_sm:
+    registers = resources.assemble(compiled.asm["ptx"], capability[0] * 10 + capability[1])[2]
+    wanted = limits(capability).ctas_that_fit(shared, registers, variant.num_warps)
+    if wanted < 1 or here.ctas_that_fit(shared, _registers(compiled), variant.num_warps) <= wanted:
         return False
-    _replace_shared(compiled, padded_bytes(shared, wanted.ctas_per_sm, here))
+    _replace_shared(compiled, padded_bytes(shared, wanted, here))
     return True
+
+
+def _registers(compiled: Any) -> int:
+    """Of one thread, as the loaded kernel says."""
+    compiled._init_handles()
+    return int(compiled.n_regs)
 
 
 def _replace_shared(compiled: Any, shared: int) -> None:

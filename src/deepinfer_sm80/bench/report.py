@@ -17,21 +17,32 @@ _HEAD = f"{'case':34} {'provider':14} {'p50 us':>10} {'p20':>9} {'p80':>9} {'x o
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Rows of one or more operators as text. ``x ours``: the provider's median over ours of the same case."""
+    """Rows of one or more operators as text. ``x ours``: the provider's median over ours of the same case.
+
+    ``~`` before a GPU's name: projected, see ``projected.py``.
+    """
     ours = {(row["op"], row["case"]): row["p50_us"] for row in rows if row["provider"] == "ours"}
+    others = list(dict.fromkeys(gpu for row in rows for gpu in row.get("projected_us", {})))
+    head = _HEAD + "".join(f"{'~' + gpu:>12}" for gpu in others)
     lines, op = [], ""
     for row in rows:
         if row["op"] != op:
             op = row["op"]
-            lines += ["", f"{op}  ({row['gpu']}, {row['lowering']})", _HEAD]
+            lines += ["", f"{op}  ({row['gpu']}, {row['lowering']})", head]
         known = ours.get((op, row["case"]))
         ratio = f"{row['p50_us'] / known:.2f}" if known else "-"
+        known_elsewhere = row.get("projected_us", {})
+        elsewhere = "".join(f"{known_elsewhere.get(gpu, '-'):>12}" for gpu in others)
         cold = "" if row["cold"] else "  warm: too small for 3x L2"
         lines.append(
             f"{row['case']:34} {row['provider']:14} {row['p50_us']:10.2f} {row['p20_us']:9.2f} {row['p80_us']:9.2f} "
-            f"{ratio:>7} {row['roofline_share']:8.1%} {row['launches'] or '-':>8}{cold}"
+            f"{ratio:>7} {row['roofline_share']:8.1%} {_count(row['launches']):>8}{elsewhere}{cold}"
         )
     return "\n".join(lines).lstrip("\n")
+
+
+def _count(launches: float | None) -> str:
+    return "-" if launches is None else f"{launches:g}"
 
 
 def absences(left_out: Iterable[dict[str, str]]) -> str:

@@ -6,6 +6,7 @@ A row is one JSON line with KEYS and more. Standard library only.
 from __future__ import annotations
 
 import json
+import os
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,8 @@ KEYS = (
 IDENTITY = ("gpu", "lowering", "op", "case", "provider")
 SUMMARY = "sm80_benchmark_summary.json"
 ROWS = "microbench.jsonl"
+STEPS = "step.jsonl"
+STEP_IDENTITY = ("gpu", "checkpoint", "step", "context", "arm", "lowering")
 SLOWER = 0.15
 """Against a baseline, a median this share above it, or more, fails."""
 
@@ -62,8 +65,15 @@ def append_rows(results: Path, rows: Sequence[Row]) -> None:
     for row in rows:
         path = results / gpu_folder(row["gpu"]) / ROWS
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        append_line(path, row)
+
+
+def append_line(path: Path, item: Row) -> None:
+    """Add one JSON line and have it on the disk: what is killed afterwards has lost nothing."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(item) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -76,16 +86,24 @@ def read_rows(path: Path) -> list[Row]:
         ) from error
 
 
-def latest(rows: Iterable[Row]) -> list[Row]:
-    """The last row of every IDENTITY, ordered by it."""
-    found = {tuple(row[key] for key in IDENTITY): row for row in rows}
+def latest(rows: Iterable[Row], identity: Sequence[str] = IDENTITY) -> list[Row]:
+    """The last row of every ``identity``, ordered by it."""
+    found = {tuple(row[key] for key in identity): row for row in rows}
     return [found[key] for key in sorted(found)]
+
+
+def read_all(results: Path, name: str) -> list[Row]:
+    """The rows of every GPU's file of this name."""
+    return [row for path in sorted(results.glob(f"*/{name}")) for row in read_rows(path)]
 
 
 def summarise(results: Path, resource_page: Path) -> dict[str, Any]:
     """What every row file below ``results`` says last, and the resources of the compiled kernels."""
-    rows = [row for path in sorted(results.glob(f"*/{ROWS}")) for row in read_rows(path)]
-    return {"resources": read_resources(resource_page), "rows": latest(rows)}
+    return {
+        "resources": read_resources(resource_page),
+        "rows": latest(read_all(results, ROWS)),
+        "steps": latest(read_all(results, STEPS), STEP_IDENTITY),
+    }
 
 
 def write_summary(results: Path, resource_page: Path) -> Path:

@@ -19,21 +19,23 @@ def quantile(samples: Sequence[float], q: float) -> float:
     return ordered[low] + (at - low) * (ordered[high] - ordered[low])
 
 
-def interleaved(arms: int, rounds: int) -> list[int]:
-    """Which arm runs when: every arm once a round, every second round backwards, so that a drift meets all alike."""
-    forth = list(range(arms))
-    return [arm for r in range(rounds) for arm in (forth if r % 2 == 0 else reversed(forth))]
-
-
 def least_us(cost: Cost, copy_rate: float, dot_rate: float) -> float:
     """Microseconds below which the roofline forbids a result. Rates in bytes/s and FLOP/s."""
     return 1e6 * max(cost.bytes / copy_rate, cost.flops / dot_rate)
 
 
-def clones_needed(bytes_per_call: int, l2_bytes: int, affordable: int, most: int = 1024) -> int:
-    """Copies of the arguments whose traffic passes 3x L2 before one is used again; at most what memory holds."""
+def clones_needed(bytes_per_call: int, l2_bytes: int, affordable: int, most: int = 40) -> int:
+    """Copies of the arguments whose traffic passes 3x L2 before one is used again; at most what memory holds.
+
+    ``most`` is enough for small calls: each copy is then used once in a graph, and the cache is swept before each.
+    """
     wanted = -(-3 * l2_bytes // max(bytes_per_call, 1))
     return max(1, min(wanted, affordable, most))
+
+
+def takes_part(round_: int, rounds: int, own: int) -> bool:
+    """Whether an arm that is to run ``own`` of ``rounds`` rounds, spread evenly, runs in this one."""
+    return (round_ + 1) * own // rounds > round_ * own // rounds
 
 
 def calls_in_graph(clones: int, least: int = 20) -> int:

@@ -10,12 +10,183 @@ from typing import Any
 import torch
 
 from deepinfer_sm80.ops.formats import e4m3, ue8m0
-from deepinfer_sm80.ops.kv_cache.layout import NOPE_DIM, NUM_SCALES, QUANT_GROUP, record_views
+from deepinfer_sm80.ops.kv_cache.layout import (
+    AMAX_FLOOR,
+    NOPE_DIM,
+    NUM_SCALES,
+    QUANT_GROUP,
+    ROPE_DIM,
+    index_key_views,
+    record_views,
+)
+
+
+def engram_lookup(
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    ids: torch.Tensor,
+    head_start: int,
+    local_heads: int,
+    vocab_start: int,
+    vocab_end: int,
+) -> torch.Tensor:
+    del vocab_end
+    rows = ids[:, head_start : head_start + local_heads] - vocab_start
+    factors = ue8m0.decode(scale[rows]).repeat_interleave(weight.shape[1] // scale.shape[1], -1)
+    return (e4m3.decode(weight[rows]) * factors).bfloat16()
 
 
 def mhc_post(x: torch.Tensor, residual: torch.Tensor, post_mix: torch.Tensor, comb: torch.Tensor) -> torch.Tensor:
     mixed = torch.einsum("tij,tih->tjh", comb, residual.float())
     return (post_mix.unsqueeze(-1) * x.float().unsqueeze(1) + mixed).bfloat16()
+
+
+def rope_quant_insert(
+    latent: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    compress_ratio: int,
+) -> None:
+    """Every token has a slot and closes its group: a mask would make a shape depend on data."""
+    rope = _rotate(latent[:, NOPE_DIM:].float(), positions, cos_sin_cache, compress_ratio).bfloat16()
+    codes, scales = _quantise(latent[:, :NOPE_DIM].float().view(-1, NUM_SCALES, QUANT_GROUP))
+    data, tail = record_views(kv_cache)
+    block, row = slot_mapping // kv_cache.shape[1], slot_mapping % kv_cache.shape[1]
+    data[block, row] = torch.cat((codes.view(-1, NOPE_DIM), rope.view(torch.uint8)), -1)
+    tail[block, row] = torch.nn.functional.pad(scales, (0, 1))
+
+
+def indexer_q_rope_quant(
+    positions: torch.Tensor,
+    q: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    weights: torch.Tensor,
+    softmax_scale: float,
+    head_scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    x = q.float()
+    rope = _rotate(x[..., ROPE_DIM:], positions[:, None], cos_sin_cache, 1)
+    codes, scales = _quantise(torch.cat((x[..., :ROPE_DIM], rope), -1).bfloat16().float())
+    return codes, weights.float() * ue8m0.decode(scales) * softmax_scale * head_scale
+
+
+def indexer_k_norm_rope_store(
+    k_pre: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    compress_ratio: int,
+) -> None:
+    """Every token has a slot; one that does not close its group writes there what it finds."""
+    x = k_pre.float()
+    k = (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * norm_weight.float()).bfloat16().float()
+    rope = _rotate(k[:, ROPE_DIM:], positions, cos_sin_cache, compress_ratio)
+    codes, scales = _quantise(torch.cat((k[:, :ROPE_DIM], rope), -1).bfloat16().float())
+    data, tail = index_key_views(kv_cache)
+    block, row = slot_mapping // kv_cache.shape[1], slot_mapping % kv_cache.shape[1]
+    closes = ((positions + 1) % compress_ratio == 0)[:, None]
+    data[block, row] = torch.where(closes, codes, data[block, row])
+    tail[block, row] = torch.where(closes, ue8m0.decode(scales)[:, None].view(torch.uint8), tail[block, row])
+
+
+def indexer_logits_prefill(
+    q_codes: torch.Tensor,
+    weights: torch.Tensor,
+    k_codes: torch.Tensor,
+    k_scale: torch.Tensor,
+    row_start: torch.Tensor,
+    row_end: torch.Tensor,
+    max_k: int,
+) -> torch.Tensor:
+    """Every row begins at key 0. In stretches of 64 queries: their scores are 134 MB at 16,384 keys."""
+    del row_start
+    keys = e4m3.decode(k_codes[:max_k]).bfloat16()
+    out = torch.empty((q_codes.shape[0], max_k), device=q_codes.device)
+    column = torch.arange(max_k, device=q_codes.device)
+    for first in range(0, q_codes.shape[0], 64):
+        part = slice(first, first + 64)
+        q = e4m3.decode(q_codes[part]).bfloat16()
+        scores = _float32_product(q, keys.t().expand(q.shape[0], -1, -1))
+        logits = (scores.relu() * weights[part, :, None]).sum(1) * k_scale[:max_k]
+        out[part] = logits.masked_fill(column >= row_end[part, None], float("-inf"))
+    return out
+
+
+def indexer_logits_paged(
+    q_codes: torch.Tensor,
+    weights: torch.Tensor,
+    kv_cache: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    max_context_len: int,
+) -> torch.Tensor:
+    data, tail = index_key_views(kv_cache)
+    pages = block_table.long()
+    keys = e4m3.decode(data[pages].flatten(1, 2)[:, :max_context_len]).bfloat16()
+    scale = tail[pages].view(torch.float32).flatten(1)[:, :max_context_len]
+    scores = _float32_product(e4m3.decode(q_codes).bfloat16(), keys.transpose(1, 2))
+    logits = (scores.relu() * weights[:, :, None]).sum(1) * scale
+    column = torch.arange(max_context_len, device=q_codes.device)
+    return logits.masked_fill(column >= context_lens[:, None], float("-inf"))
+
+
+def select_candidate_blocks(
+    logits: torch.Tensor, row_lens: torch.Tensor, topk_blocks: int, block_size: int
+) -> torch.Tensor:
+    """There are ``topk_blocks`` blocks or more. Between equal scores torch may choose another: then there is no row."""
+    column = torch.arange(logits.shape[1], device=logits.device)
+    inside = logits.masked_fill(column >= row_lens[:, None], float("-inf"))
+    padded = torch.nn.functional.pad(inside, (0, -logits.shape[1] % block_size), value=float("-inf"))
+    scores = padded.view(logits.shape[0], -1, block_size).amax(-1)
+    newest = (row_lens.long() - 1) // block_size
+    scores.scatter_(1, newest[:, None], float("inf"))
+    return scores.topk(topk_blocks, dim=-1).indices.sort(dim=-1).values.int()
+
+
+def global_topk_indices(
+    topk_indices: torch.Tensor,
+    token_to_req_indices: torch.Tensor,
+    block_table: torch.Tensor,
+    block_size: int,
+    is_valid_token: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Entries that are -1 only trail, and every column is in the table."""
+    valid = (topk_indices >= 0) & is_valid_token[:, None]
+    safe = topk_indices.clamp_min(0).long()
+    blocks = block_table[token_to_req_indices.long()].gather(1, safe // block_size)
+    slots = blocks * block_size + safe % block_size
+    return torch.where(valid, slots, -1).int(), valid.sum(-1).int()
+
+
+def combine_topk_swa_indices(
+    topk_indices: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    gather_lens: torch.Tensor,
+    window_size: int,
+    compress_ratio: int,
+    topk: int,
+    M: int,
+    N: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One request, whose indices are valid."""
+    del M
+    tokens, device = topk_indices.shape[0], topk_indices.device
+    width = -(-(topk + window_size) // 128) * 128
+    position = seq_lens - (query_start_loc[1] - query_start_loc[0]) + torch.arange(tokens, device=device)
+    k = ((position + 1) // compress_ratio).clamp(0, topk)[:, None]
+    gather_start = seq_lens - gather_lens
+    first = torch.maximum((position - window_size + 1).clamp_min(0), gather_start)[:, None]
+    lens = k + position[:, None] - first + 1
+    column = torch.arange(width, device=device)
+    chosen = torch.nn.functional.pad(topk_indices[:, :topk], (0, width - topk))
+    rows = torch.where(column < k, chosen, N + first + column - k - gather_start)
+    return torch.where(column < lens, rows, -1).int(), lens[:, 0].int()
 
 
 def sparse_mla_prefill(
@@ -77,6 +248,35 @@ def indexer_topk(logits: torch.Tensor, row_lens: torch.Tensor, topk: int) -> tor
     return scores.topk(topk, dim=-1).indices.sort(dim=-1).values.int()
 
 
+def inverse_rope_grouped(
+    o: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor, num_groups: int
+) -> torch.Tensor:
+    half = ROPE_DIM // 2
+    back = torch.cat((cos_sin_cache[:, :half], -cos_sin_cache[:, half:]), -1)
+    rope = _rotate(o[..., NOPE_DIM:].float(), positions[:, None], back, 1).bfloat16()
+    return torch.cat((o[..., :NOPE_DIM], rope), -1).view(o.shape[0], num_groups, -1)
+
+
+def grouped_output_projection(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """One product for each group."""
+    return torch.stack([x[:, g] @ weight[g].t() for g in range(weight.shape[0])], 1)
+
+
+def _rotate(x: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor, ratio: int) -> torch.Tensor:
+    """float32 [..., 64] at positions that broadcast to its leading dims."""
+    row = cos_sin_cache[positions.long() // ratio * ratio]
+    cos, sin = row[..., : ROPE_DIM // 2], row[..., ROPE_DIM // 2 :]
+    even, odd = x[..., 0::2], x[..., 1::2]
+    return torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1).flatten(-2)
+
+
+def _quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """float32 [..., D] -> E4M3 codes of the same shape and UE8M0 bytes [...], one scale for each last axis."""
+    amax = x.abs().amax(-1).clamp_min(AMAX_FLOOR)
+    scales = ue8m0.encode_amax(amax, e4m3.LARGEST)
+    return e4m3.encode(x / ue8m0.decode(scales)[..., None]), scales
+
+
 def _attend(
     q: torch.Tensor, rows: torch.Tensor, lens: torch.Tensor, attn_sink: torch.Tensor, softmax_scale: float
 ) -> torch.Tensor:
@@ -107,9 +307,23 @@ def _records(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
 
 
 CHAINS: dict[str, Any] = {
-    "mhc_post": mhc_post,
-    "sparse_mla_prefill": sparse_mla_prefill,
-    "sparse_mla_decode": sparse_mla_decode,
-    "dequantize_and_gather_k_cache": dequantize_and_gather_k_cache,
-    "indexer_topk": indexer_topk,
+    chain.__name__: chain
+    for chain in (
+        engram_lookup,
+        mhc_post,
+        rope_quant_insert,
+        dequantize_and_gather_k_cache,
+        indexer_k_norm_rope_store,
+        indexer_q_rope_quant,
+        indexer_logits_prefill,
+        indexer_logits_paged,
+        select_candidate_blocks,
+        indexer_topk,
+        global_topk_indices,
+        combine_topk_swa_indices,
+        sparse_mla_decode,
+        sparse_mla_prefill,
+        inverse_rope_grouped,
+        grouped_output_projection,
+    )
 }

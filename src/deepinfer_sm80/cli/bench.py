@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from deepinfer_sm80.bench.gpu import Device
 
-FAMILIES = ("engram", "mhc", "kv_cache", "indexer", "attention")
+FAMILIES = ("engram", "mhc", "kv_cache", "indexer", "attention", "projection", "moe")
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -33,7 +33,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace, device: Device | None = None) -> int:
-    """Print the table. Returns 1 for a median 15 % or more above the baseline's, or a baseline and no GPU.
+    """Print the table. Returns 1 for a median 15 % or more above the baseline's, a baseline and no GPU, or a lost GPU.
 
     ``device``: by default this machine's first GPU. Raises BenchmarkError, MissingTorchError.
     """
@@ -46,13 +46,17 @@ def run(args: argparse.Namespace, device: Device | None = None) -> int:
 
         device = CudaDevice()
     try:
-        from deepinfer_sm80.bench import report, runner
+        from deepinfer_sm80.bench import measure, report, runner
     except ModuleNotFoundError as error:
         raise MissingTorchError(what="bench", package=error.name) from error
     chosen = [op for op, family in ops.OPS.items() if family == args.family and op in (args.op or ops.OPS)]
-    found = runner.run_operators(
-        chosen, device, args.lowering, quick=args.quick, say=(lambda _: None) if args.json else print
-    )
+    lost = False
+    try:
+        found = runner.run_operators(
+            chosen, device, args.lowering, quick=args.quick, say=(lambda _: None) if args.json else print
+        )
+    except measure.DeviceLostError as error:
+        found, lost = error.outcome, True
     slower, compared = rows.regressions(found.rows, baseline)
     if args.json:
         answer = {"gpu": device.name, "rows": found.rows, "left_out": found.left_out, "slower": slower}
@@ -60,7 +64,7 @@ def run(args: argparse.Namespace, device: Device | None = None) -> int:
     else:
         print(report.absences(found.left_out))
         print(_verdict(args.against, slower, compared, len(found.rows)))
-    return 1 if slower else 0
+    return 1 if slower or lost else 0
 
 
 def _verdict(against: Path | None, slower: list[str], compared: int, total: int) -> str:

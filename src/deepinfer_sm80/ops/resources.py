@@ -62,7 +62,7 @@ def compile_variant(variant: Variant, capability: tuple[int, int]) -> Resources:
         options={"num_warps": variant.num_warps, "num_stages": variant.num_stages},
     )
     ptx = built.asm["ptx"]
-    stack, spill, registers = _assemble(ptx, arch)
+    stack, spill, registers = assemble(ptx, arch)
     shared = int(built.metadata.shared)
     return Resources(
         op=variant.op,
@@ -87,8 +87,8 @@ def compile_all(
         return list(pool.map(lambda pair: compile_variant(*pair), pairs))
 
 
-def _assemble(ptx: str, arch: int) -> tuple[int, int, int]:
-    """(stack bytes, spilled bytes, registers) as ptxas reports them."""
+def assemble(ptx: str, arch: int) -> tuple[int, int, int]:
+    """(stack bytes, spilled bytes, registers) as ptxas reports them for sm_``arch``."""
     import triton.backends.nvidia
 
     ptxas = Path(triton.backends.nvidia.__path__[0]) / "bin" / "ptxas"

@@ -44,7 +44,7 @@ def head_sum(score, weight, QUERIES: tl.constexpr, HEADS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["count"])
-def decode_kernel(codes_ptr, out_ptr, count, BLOCK: tl.constexpr):
+def query_values_kernel(codes_ptr, out_ptr, count, BLOCK: tl.constexpr):
     """E4M3 codes to bfloat16, exactly. ``count`` 16-byte groups of codes."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < count * 16

@@ -1,0 +1,195 @@
+"""The whole-step benchmark on an engine that counts its steps: what is timed, how kernels are named, rows and page."""
+
+import argparse
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from deepinfer_sm80.bench import rows
+
+ROOT = Path(__file__).parents[2]
+SERVING = ROOT / "benchmarks/serving"
+
+
+def load(name, monkeypatch):
+    monkeypatch.syspath_prepend(str(SERVING))
+    monkeypatch.delitem(sys.modules, "stages", raising=False)
+    spec = importlib.util.spec_from_file_location(name, SERVING / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setitem(sys.modules, name, module)
+    return module
+
+
+class Core:
+    """Prefills one request a step, decodes all that are prefilled; each of its steps is 1 ms of a clock."""
+
+    def __init__(self, clock):
+        self.clock, self.requests, self.log = clock, {}, []
+
+    def add_request(self, name, prompt, params):
+        self.requests[name] = SimpleNamespace(length=len(prompt["prompt_token_ids"]), made=0, most=params.max_tokens)
+
+    def step(self):
+        self.clock[0] += 0.001
+        waiting = [name for name, r in self.requests.items() if r.made == 0]
+        ran = waiting[:1] or list(self.requests)
+        self.log.append(len(ran) if not waiting else f"prefill {self.requests[ran[0]].length}")
+        for name in ran:
+            self.requests[name].made += 1
+        made = {name: self.requests[name].made for name in ran}
+        self.requests = {name: r for name, r in self.requests.items() if r.made < r.most}
+        return [SimpleNamespace(request_id=n, outputs=[SimpleNamespace(token_ids=[0] * m)]) for n, m in made.items()]
+
+    def has_unfinished_requests(self):
+        return bool(self.requests)
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    """An engine, and vLLM's and CUDA's names as far as they are asked for."""
+    clock = [0.0]
+    vllm = ModuleType("vllm")
+    vllm.SamplingParams = lambda **options: SimpleNamespace(**options)
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    core = Core(clock)
+    return SimpleNamespace(
+        llm=SimpleNamespace(llm_engine=core), core=core, clock=clock, prompts=[[1, 2, 3], [4, 5]], boot_s=0.1
+    )
+
+
+@pytest.fixture
+def profile(monkeypatch, engine):
+    module = load("step_profile", monkeypatch)
+    monkeypatch.setattr(module.time, "perf_counter", lambda: engine.clock[0])
+
+    def profiled(work):
+        before = len(engine.core.log)
+        work()
+        return [("decode_kernel", 30.0), ("Memcpy DtoD", 10.0)] * (len(engine.core.log) - before)
+
+    monkeypatch.setattr(module, "profiled", profiled)
+    return module
+
+
+def test_only_steps_in_which_all_decode_are_timed(profile, engine):
+    modes = profile.GraphModes()
+    found = profile.decode_step(engine, 3, 10, modes, profile.our_kernels())
+    assert found["ms"] == pytest.approx(1.0)
+    assert engine.core.log[:3] == ["prefill 10"] * 3
+    timed = engine.core.log[3 : 3 + profile.WARM + profile.STEPS + profile.PROFILED]
+    assert set(timed) == {3}, "nobody joins and nobody has finished"
+    assert not engine.core.requests
+    assert found["launches"] == 2.0
+    assert found["kernel_ms"] == pytest.approx(0.04)
+    assert found["groups"] == {
+        "sparse_mla_decode": {"share": 0.75, "us": 30.0, "launches": 1.0},
+        "copies and fills": {"share": 0.25, "us": 10.0, "launches": 1.0},
+    }
+
+
+def test_a_chunk_is_one_prompt_and_its_first_token(profile, engine):
+    found = profile.prefill_chunk(engine, profile.GraphModes(), {})
+    chunks = 1 + profile.REPEATS + profile.PROFILED_CHUNKS
+    assert engine.core.log == ["prefill 2048"] * chunks
+    assert found["ms"] == pytest.approx(1.0)
+    assert found["launches"] == 2.0
+
+
+def test_prompts_are_different(profile, engine):
+    prompts = profile.prompts_of(engine, 4, 7)
+    assert {len(prompt) for prompt in prompts} == {7}
+    assert len({tuple(prompt) for prompt in prompts}) == 4
+
+
+@pytest.mark.parametrize(
+    ("kernel", "group"),
+    [
+        ("prefill_kernel", "sparse_mla_prefill"),
+        ("void marlin_moe_wna16::Marlin<long, 256>(int4 const*)", "experts (Marlin)"),
+        ("void marlin::Marlin<562949953487624l, 128>(int4 const*)", "linear layers (Marlin)"),
+        ("mhc_post_tilelang_kernel", "residual streams (vLLM's TileLang)"),
+        ("nvjet_sm90_tst_128x64_64x8_1x2_h_bz_TNN", "matrix products (cuBLAS)"),
+        ("void sm90::decode::sparse_fp8::flash_fwd_splitkv_mla_fp8_sparse_kernel<>()", "attention (FlashMLA)"),
+        ("void vllm::moe::moe_align_block_size_kernel<int>(int*)", "expert routing"),
+        ("_engram_lookup_kernel", "Engram (vLLM's)"),
+        ("void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<int>>()", "copies and fills"),
+        ("void at::native::elementwise_kernel<128, 2>()", "torch"),
+        ("never_heard_of", "other"),
+    ],
+)
+def test_kernels_are_named_by_what_they_do(kernel, group, profile):
+    assert profile.group_of(kernel, profile.our_kernels()) == group
+
+
+def test_a_name_of_ours_belongs_to_one_operator_or_to_one_family(profile):
+    shared = {name: ops for name, ops in profile.our_kernels().items() if ", " in ops}
+    assert shared == {"first_round_kernel": "indexer_topk, select_candidate_blocks"}
+
+
+def run_arm(module, engine, tmp_path, monkeypatch, arm="kernels"):
+    stages = ModuleType("stages")
+    stages.apply_disguise = lambda: None
+    stages.facts_of_machine = lambda: {"gpu": "NVIDIA Test 9000", "lowering": "sm80"}
+    monkeypatch.setitem(sys.modules, "stages", stages)
+    monkeypatch.setattr(module.step_profile.GraphModes, "install", lambda self: None)
+    (tmp_path / "toy").mkdir(exist_ok=True)
+    (tmp_path / "toy/config.json").write_text('{"num_hidden_layers": 4}')
+    arguments = ["--model", str(tmp_path / "toy"), "--results", str(tmp_path), "--commit", "abc", "--batch", "2"]
+    given = {}
+
+    def build(model, **options):
+        given.update(options)
+        return engine
+
+    found = module.inside(arm, module.parse(arguments), build)
+    assert given["compilation_config"] == {"cudagraph_capture_sizes": [1, 8, 64]}
+    return found
+
+
+def test_rows_are_written_as_they_come_and_the_page_shows_the_latest(profile, engine, tmp_path, monkeypatch):
+    module = load("step", monkeypatch)
+    run_arm(module, engine, tmp_path, monkeypatch)
+    found = run_arm(module, engine, tmp_path, monkeypatch)
+    assert [row["step"] for row in found] == ["decode-2", "prefill-2048"]
+    assert found[0]["launches_per_layer"] == 0.5
+    written = [json.loads(line) for line in (tmp_path / "nvidia-test-9000/step.jsonl").read_text().splitlines()]
+    assert written == [*written[:2], *json.loads(json.dumps(found))]
+    measured = rows.latest(rows.read_all(tmp_path, rows.STEPS), rows.STEP_IDENTITY)
+    assert measured == written[2:]
+    assert rows.summarise(tmp_path, ROOT / "docs/resources.md")["steps"] == measured
+    page = module.page(measured)
+    assert "## NVIDIA Test 9000, checkpoint `toy` (4 layers)" in page
+    assert "| decode-2 | 1024 | kernels | sm80 | 1.00 | 0.04 | 2 | 0.5 | unknown |" in page
+    assert "| sparse_mla_decode | 75.0% | 75.0% |" in page
+
+
+def test_each_arm_has_its_environment(monkeypatch):
+    module = load("step", monkeypatch)
+    monkeypatch.setenv("AMPERE_DISGUISE", "8.6")
+    kernels, stock = (module.environment_of(arm, "8.0") for arm in module.ARMS)
+    assert kernels["AMPERE_DISGUISE"] == "8.0"
+    assert "DEEPINFER_DISABLE" not in kernels
+    assert stock["DEEPINFER_DISABLE"] == "1"
+    assert "AMPERE_DISGUISE" not in stock
+    assert "AMPERE_DISGUISE" not in module.environment_of("kernels", None)
+
+
+def test_an_arm_that_fails_does_not_end_the_other(monkeypatch, tmp_path, capsys):
+    module = load("step", monkeypatch)
+    ran = []
+
+    def run(command, env, timeout):
+        ran.append(command[-1])
+        return argparse.Namespace(returncode=len(ran) % 2)
+
+    monkeypatch.setattr(module.subprocess, "run", run)
+    assert module.main(["--model", str(tmp_path)]) == 1
+    assert ran == ["kernels", "stock"]
+    assert capsys.readouterr().out == "kernels: FAILED with 1\n"
