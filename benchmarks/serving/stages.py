@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import timing
 from agreement import spec_full, spec_replay
 from comparison import compare
+from http_stages import http, http_compare, in_process
 
 from deepinfer_sm80.model.prose import prompts as prose_prompts
 
@@ -377,4 +378,7 @@ FUNCTIONS: dict[str, Callable[[pathlib.Path, pathlib.Path], dict[str, Any]]] = {
     "times-kernels": times,
     "times-pytorch": times,
     "times-stock": times,
+    "in-process": in_process,
+    "http": http,
+    "http-compare": http_compare,
 }

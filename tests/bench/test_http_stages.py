@@ -1,0 +1,129 @@
+"""The HTTP stages: the official client against a server that answers as vLLM does, right and wrong, and the verdict."""
+
+import ast
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SERVING = ROOT / "benchmarks/serving"
+FAKE = Path(__file__).with_name("fake_vllm.py")
+_spec = importlib.util.spec_from_file_location("vllm_source", ROOT / "tests/vllm_plugin/vllm_source.py")
+vllm_source = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(vllm_source)
+PROMPTS = [[7, number, 11] for number in range(8)]
+
+
+@pytest.fixture
+def stages(monkeypatch):
+    monkeypatch.syspath_prepend(str(SERVING))
+    for known in ("http_stages", "http_server", "http_requests"):
+        monkeypatch.delitem(sys.modules, known, raising=False)
+    import http_stages
+
+    return http_stages
+
+
+def serve(stages, tmp_path, *options):
+    return stages.Server(Path("tiny"), tmp_path / "server.log", options, (sys.executable, str(FAKE)))
+
+
+def test_everything_is_asked_and_the_server_is_gone_afterwards(stages, tmp_path):
+    with serve(stages, tmp_path, *stages.ask.FLAGS) as server:
+        values, facts = stages.everything(server.url, PROMPTS, {"5": -100.0})
+    assert server.process.poll() is not None
+    assert server.boot_s > 0
+    assert "serving tiny" in server.log.read_text()
+    assert {kind: len(values[kind]) for kind in stages.KINDS} == {"alone": 8, "together": 8, "chat": 8, "streamed": 1}
+    assert len({tuple(found["tokens"]) for found in values["together"]}) == 8
+    assert values["streamed"][0]["tokens"] == values["alone"][stages.STREAMED]["tokens"]
+    assert facts["long_tokens"] == 8192
+    assert facts["tool"] == '{"quay": "north", "boats": 2}'
+    assert facts["structured"] == '{"quay": "north", "boats": 2} ebb quay-042'
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("nan", "not finite"),
+        ("minus-infinity", "not finite"),
+        ("short", "63 tokens instead of 64"),
+        ("no-stream", "nothing was streamed"),
+        ("no-call", "0 tool calls"),
+        ("bad-json", "not what the schema allows"),
+        ("thought", "reasoning ''"),
+        ("marker", "a marker was left in the text"),
+        ("not-a-choice", "choice: 'slack'"),
+        ("image", "an image was answered"),
+    ],
+)
+def test_a_wrong_answer_fails(stages, tmp_path, fault, said):
+    with serve(stages, tmp_path, "--fault", fault) as server, pytest.raises(AssertionError, match=said):
+        stages.everything(server.url, PROMPTS, {"5": -100.0})
+    assert server.process.poll() is not None
+
+
+def test_a_server_that_dies_is_reported_with_its_log(stages, tmp_path):
+    with (
+        pytest.raises(AssertionError, match=r"(?s)stopped with 2.*invalid choice"),
+        serve(stages, tmp_path, "--fault", "unheard-of"),
+    ):
+        pass
+
+
+def run_of(tokens, second_best=0.5, prompt=(1,)):
+    top = [[(token, -1.0), (token + 1, -1.0 - second_best)] for token in tokens]
+    return {"prompt": list(prompt), "tokens": tokens, "logprobs": [-1.0] * len(tokens), "top": top}
+
+
+def test_the_same_tokens_are_the_same(stages):
+    found = stages.judge([run_of([4, 5])], [run_of([4, 5])])
+    assert (found["ok"], found["same"], found["widest_gap"]) == (True, 1, 0.0)
+
+
+@pytest.mark.parametrize(("gap", "ok"), [(0.03, True), (0.04, False)])
+def test_tokens_may_part_only_where_two_tie(stages, gap, ok):
+    found = stages.judge([run_of([4, 6, 9])], [run_of([4, 5, 8], gap)])
+    assert (found["ok"], found["same"]) == (ok, 0)
+    assert found["widest_gap"] == pytest.approx(gap, abs=1e-4)
+
+
+def test_a_token_that_was_not_near_the_best_fails(stages):
+    found = stages.judge([run_of([4, 77])], [run_of([4, 5], 0.001)])
+    assert (found["ok"], found["widest_gap"]) == (False, 99.0)
+
+
+def test_another_prompt_fails(stages):
+    assert not stages.judge([run_of([4], prompt=(2,))], [run_of([4], prompt=(1,))])["ok"]
+
+
+def test_the_comparison_reads_what_the_stages_saved(stages, tmp_path):
+    values = {kind: [run_of([4, 5])] for kind in stages.KINDS}
+    (tmp_path / "in-process.values").write_text(json.dumps(values))
+    (tmp_path / "http.values").write_text(json.dumps({**values, "chat": [run_of([4, 9])]}))
+    found = stages.http_compare(Path("tiny"), tmp_path)
+    assert found["ok"] is False
+    assert found["facts"] == {
+        "alone": "1 of 1 the same",
+        "together": "1 of 1 the same",
+        "chat": "0 of 1 the same",
+        "streamed": "1 of 1 the same",
+        "widest_gap_where_they_part": 99.0,
+    }
+
+
+def test_white_space_is_biased_against_and_nothing_else(stages):
+    texts = {0: "", 1: " ", 2: "\n\t", 3: " a"}
+    assert stages.ask.whitespace_bias(lambda ids: texts[ids[0]], 4) == {"1": -100.0, "2": -100.0}
+
+
+def test_the_parsers_are_registered_in_vllm_and_documented(stages):
+    flags = dict(flag.removeprefix("--").split("=") for flag in stages.ask.FLAGS if "=" in flag)
+    for place, flag in (("tool_parsers", "tool-call-parser"), ("reasoning", "reasoning-parser")):
+        registered = ast.dump(vllm_source.module(f"vllm.{place}"))
+        assert f"Constant(value={flags[flag]!r})" in registered
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert all(flag.replace("=", " ") in readme for flag in stages.ask.FLAGS)
