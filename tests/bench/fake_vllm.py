@@ -62,14 +62,15 @@ class Handler(BaseHTTPRequestHandler):
     def completions(self, body):
         assert body["temperature"] == 0
         assert body["ignore_eos"]
-        if body["cache_salt"] == "together":
+        if body.get("cache_salt") == "together":
             self.eight.wait()
         count = body["max_tokens"] - (self.fault == "short")
-        tokens = tokens_of(body["prompt"], count)
+        prompt = body["prompt"] if isinstance(body["prompt"], list) else list(body["prompt"].encode())
+        tokens = tokens_of(prompt, count)
         values = [-1.0 - i / 1024 for i in range(count)]
-        if count > 64:
+        if count != 64:
             values[-1] = {"nan": None, "minus-infinity": -9999.0}.get(self.fault, values[-1])
-        usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": count, "total_tokens": 0}
+        usage = {"prompt_tokens": len(prompt), "completion_tokens": count, "total_tokens": 0}
         if body.get("stream") and self.fault != "no-stream":
             parts = [(tokens[i : i + 16], values[i : i + 16]) for i in range(0, count, 16)]
         else:
@@ -114,7 +115,7 @@ class Handler(BaseHTTPRequestHandler):
             text = ARGUMENTS if self.fault != "bad-json" else ARGUMENTS.replace("north", "west")
             call = {"id": "call-1", "type": "function", "function": {"name": "berth", "arguments": text}}
             return {"content": None, "tool_calls": [call]}
-        if body["chat_template_kwargs"]["thinking"]:
+        if body.get("chat_template_kwargs", {}).get("thinking"):
             assert body["thinking_token_budget"]
             thought = {"thought": "", "marker": "ice </think>"}.get(self.fault, "ice")
             return {"reasoning": thought, "content": "the north quay"}

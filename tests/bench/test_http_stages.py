@@ -20,7 +20,7 @@ PROMPTS = [[7, number, 11] for number in range(8)]
 @pytest.fixture
 def stages(monkeypatch):
     monkeypatch.syspath_prepend(str(SERVING))
-    for known in ("http_stages", "http_server", "http_requests"):
+    for known in ("http_stages", "http_requests"):
         monkeypatch.delitem(sys.modules, known, raising=False)
     import http_stages
 
@@ -35,7 +35,7 @@ def test_everything_is_asked_and_the_server_is_gone_afterwards(stages, tmp_path)
     with serve(stages, tmp_path, *stages.ask.FLAGS) as server:
         values, facts = stages.everything(server.url, PROMPTS, {"5": -100.0})
     assert server.process.poll() is not None
-    assert server.boot_s > 0
+    assert server.boot_seconds > 0
     assert "serving tiny" in server.log.read_text()
     assert {kind: len(values[kind]) for kind in stages.KINDS} == {"alone": 8, "together": 8, "chat": 8, "streamed": 1}
     assert len({tuple(found["tokens"]) for found in values["together"]}) == 8
@@ -64,14 +64,6 @@ def test_a_wrong_answer_fails(stages, tmp_path, fault, said):
     with serve(stages, tmp_path, "--fault", fault) as server, pytest.raises(AssertionError, match=said):
         stages.everything(server.url, PROMPTS, {"5": -100.0})
     assert server.process.poll() is not None
-
-
-def test_a_server_that_dies_is_reported_with_its_log(stages, tmp_path):
-    with (
-        pytest.raises(AssertionError, match=r"(?s)stopped with 2.*invalid choice"),
-        serve(stages, tmp_path, "--fault", "unheard-of"),
-    ):
-        pass
 
 
 def run_of(tokens, second_best=0.5, prompt=(1,)):
