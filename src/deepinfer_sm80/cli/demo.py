@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 from deepinfer_sm80 import hardware
 from deepinfer_sm80.cli.demo_table import DISAGREES, Compilation, Tally, table
-from deepinfer_sm80.errors import MissingTorchError, UnsupportedOptionError
+from deepinfer_sm80.cli.devices import usable
+from deepinfer_sm80.errors import MissingTorchError
 
 if TYPE_CHECKING:
     import argparse
@@ -75,14 +76,8 @@ def _device(choice: str) -> str:
     for package in ("torch", "triton"):
         if find_spec(package) is None:
             raise MissingTorchError(what="demo", package=package)
-    there = hardware.torch_sees_a_gpu()
-    if choice == "cuda" and not there:
-        raise UnsupportedOptionError(
-            option="--device", found="cuda", allowed="cpu here: torch sees no CUDA GPU", remedy="Drop the option."
-        )
     # Triton decides between compiling and interpreting when a kernel module is imported, so this comes first.
-    if choice == "auto":
-        choice = "cuda" if there else "cpu"
+    choice = usable(choice) if choice != "auto" else "cuda" if hardware.torch_sees_a_gpu() else "cpu"
     if choice == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"
     return choice
@@ -163,10 +158,10 @@ def _print_cached(directory: Path) -> bool:
     import torch
 
     from deepinfer_sm80.model import prose
+    from deepinfer_sm80.model.checkpoint_files import read_tokenizer
     from deepinfer_sm80.model.forward import TextModel
-    from deepinfer_sm80.model.requirements import require
 
-    tokenizer = require("tokenizers").Tokenizer.from_file(str(directory / "tokenizer.json"))
+    tokenizer = read_tokenizer(directory)
     prompts = prose.prompts(lambda text: tokenizer.encode(text, add_special_tokens=False).ids)
     ids = next(prompt for prompt in prompts if len(prompt) == 64)[:40]
     model, threads = TextModel.from_checkpoint(directory), torch.get_num_threads()

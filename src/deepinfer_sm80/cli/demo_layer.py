@@ -6,15 +6,13 @@ embedded text (what layers below would add is left out). Matrix products around 
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING
 
 import torch
 
 from deepinfer_sm80.model import engram_hash
 from deepinfer_sm80.model.checkpoint import Reader
-from deepinfer_sm80.model.config import ModelConfig
-from deepinfer_sm80.model.requirements import require
+from deepinfer_sm80.model.checkpoint_files import read_config, read_tokenizer
 from deepinfer_sm80.ops.formats import fp8_block
 
 if TYPE_CHECKING:
@@ -46,9 +44,9 @@ class Layer:
     def __init__(self, directory: Path, device: str, tokens: int) -> None:
         self.device, self.tokens = device, tokens
         self._checkpoint = Reader(directory)
-        self.config = ModelConfig.from_dict(json.loads((directory / "config.json").read_text(encoding="utf-8")))
+        self.config = read_config(directory)
         self._prefix = f"layers.{self.config.candidate_source_layer_id}."
-        self._tokenizer = require("tokenizers").Tokenizer.from_file(str(directory / "tokenizer.json"))
+        self._tokenizer = read_tokenizer(directory)
         self.ids: list[int] = self._tokenizer.encode(PROSE, add_special_tokens=False).ids[:tokens]
         self.positions = torch.arange(tokens, device=device)
         self.rope = _rope_table(tokens, self.config.compress_rope_theta, device)
