@@ -10,6 +10,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 import timing
@@ -41,6 +42,13 @@ def _prompts(tokenizer: Any) -> list[list[int]]:
     return prose_prompts(lambda text: tokenizer.encode(text, add_special_tokens=False))
 
 
+def _installed(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
 def facts_of_machine() -> dict[str, Any]:
     import torch
     import triton
@@ -52,6 +60,8 @@ def facts_of_machine() -> dict[str, Any]:
         else "native",
         "torch": torch.__version__,
         "triton": triton.__version__,
+        "vllm": _installed("vllm"),
+        "flashinfer": _installed("flashinfer-python"),
         "cores": os.cpu_count(),
     }
 
