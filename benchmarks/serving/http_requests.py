@@ -50,10 +50,11 @@ Result = dict[str, Any]
 
 
 def client_of(url: str) -> openai.OpenAI:
-    """The official client: no retries, so that a failure is seen, and a time limit for each request."""
-    from openai import OpenAI
+    """The official client: no retries, so that a failure is seen, a time limit, and no proxy of the environment."""
+    from openai import DefaultHttpxClient, OpenAI
 
-    return OpenAI(base_url=f"{url}/v1", api_key="none", timeout=LIMIT_S, max_retries=0)
+    direct = DefaultHttpxClient(trust_env=False)
+    return OpenAI(base_url=f"{url}/v1", api_key="none", timeout=LIMIT_S, max_retries=0, http_client=direct)
 
 
 def require_finite(values: Iterable[float | None], expected: int) -> list[float]:
@@ -66,7 +67,7 @@ def require_finite(values: Iterable[float | None], expected: int) -> list[float]
 
 
 def completion(client: openai.OpenAI, model: str, prompt: Sequence[int], salt: str, tokens: int = NEW_TOKENS) -> Result:
-    """One answer of /v1/completions: token ids and their log-probabilities."""
+    """One answer of /v1/completions: prompt ids as the server had them, token ids and their log-probabilities."""
     answer = client.completions.create(
         model=model,
         prompt=list(prompt),
@@ -80,7 +81,8 @@ def completion(client: openai.OpenAI, model: str, prompt: Sequence[int], salt: s
     counted = answer.usage.completion_tokens
     _require(counted == tokens, f"usage counts {counted} tokens instead of {tokens}")
     _require(len(choice.token_ids) == tokens, f"{len(choice.token_ids)} token ids instead of {tokens}")
-    return {"tokens": choice.token_ids, "logprobs": require_finite(choice.logprobs.token_logprobs, tokens)}
+    values = require_finite(choice.logprobs.token_logprobs, tokens)
+    return {"prompt": choice.prompt_token_ids, "tokens": choice.token_ids, "logprobs": values}
 
 
 def chat(client: openai.OpenAI, model: str, messages: Any, salt: str, **options: Any) -> Any:

@@ -54,10 +54,12 @@ def http(model: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
     import stages
 
     stages.apply_disguise()
-    from transformers import AutoTokenizer
+    from deepinfer_sm80.model import prose
+    from deepinfer_sm80.model.checkpoint_files import read_tokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    prompts, bias = stages._prompts(tokenizer), ask.whitespace_bias(tokenizer.decode, len(tokenizer))
+    tokenizer = read_tokenizer(model)
+    prompts = prose.prompts(lambda text: tokenizer.encode(text, add_special_tokens=False).ids)
+    bias = ask.whitespace_bias(tokenizer.decode, tokenizer.get_vocab_size())
     options = list(ask.FLAGS)
     if os.environ.get("PROVE_SHARED_GPU"):
         options += [f"--{name.replace('_', '-')}={value}" for name, value in stages.SHARED_GPU.items()]

@@ -79,6 +79,7 @@ class Handler(BaseHTTPRequestHandler):
             {"index": 0, "text": "word ", "token_ids": t, "logprobs": {"token_logprobs": v}, "finish_reason": None}
             for t, v in parts
         ]
+        choices[0]["prompt_token_ids"] = prompt
         frame = {"id": "c", "object": "text_completion", "created": 0, "model": "tiny"}
         if body.get("stream"):
             self.stream([*({**frame, "choices": [c]} for c in choices), {**frame, "choices": [], "usage": usage}])

@@ -31,7 +31,11 @@ def serve(stages, tmp_path, *options):
     return stages.Server(Path("tiny"), tmp_path / "server.log", options, (sys.executable, str(FAKE)))
 
 
-def test_everything_is_asked_and_the_server_is_gone_afterwards(stages, tmp_path):
+def test_everything_is_asked_and_the_server_is_gone_afterwards(stages, tmp_path, monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # a proxy of the environment is not asked
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
     with serve(stages, tmp_path, *stages.ask.FLAGS) as server:
         values, facts = stages.everything(server.url, PROMPTS, {"5": -100.0})
     assert server.process.poll() is not None
@@ -39,6 +43,7 @@ def test_everything_is_asked_and_the_server_is_gone_afterwards(stages, tmp_path)
     assert "serving tiny" in server.log.read_text()
     assert {kind: len(values[kind]) for kind in stages.KINDS} == {"alone": 8, "together": 8, "chat": 8, "streamed": 1}
     assert len({tuple(found["tokens"]) for found in values["together"]}) == 8
+    assert [found["prompt"] for found in values["alone"]] == PROMPTS
     assert values["streamed"][0]["tokens"] == values["alone"][stages.STREAMED]["tokens"]
     assert facts["long_tokens"] == 8192
     assert facts["tool"] == '{"quay": "north", "boats": 2}'

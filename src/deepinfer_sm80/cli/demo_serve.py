@@ -9,7 +9,7 @@ import urllib.request
 from typing import TYPE_CHECKING, Any
 
 from deepinfer_sm80.errors import DemoError
-from deepinfer_sm80.testing.served import COMMAND, Server
+from deepinfer_sm80.testing.served import COMMAND, DIRECT, Server
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -49,7 +49,7 @@ def _ask(url: str, path: str, body: dict[str, Any]) -> Any:
     headers = {"Content-Type": "application/json"}
     request = urllib.request.Request(f"{url}/v1/{path}", json.dumps(body).encode(), headers)
     try:
-        with urllib.request.urlopen(request, timeout=_TIMEOUT) as answer:
+        with DIRECT.open(request, timeout=_TIMEOUT) as answer:
             return json.load(answer)
     except urllib.error.HTTPError as error:
         said = error.read().decode(errors="replace")[:300]

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 COMMAND = (sys.executable, "-m", "vllm.entrypoints.cli.main", "serve")
 BOOT_LIMIT, STOP_LIMIT = 600.0, 30.0  # seconds
 SHOWN = 40  # last lines of the log in an error
-_SILENCE = 15.0  # seconds
+SILENCE = 15.0  # seconds without a line of progress
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""Opens URLs of this machine: a proxy of the environment is for others."""
 
 
 class Server:
@@ -61,7 +63,7 @@ class Server:
                     raise self._error(f"ended with exit code {self.process.returncode}")
                 if now - start > self.limit:
                     raise self._error("did not answer")
-                if self._progress and now - said > _SILENCE:
+                if self._progress and now - said > SILENCE:
                     self._progress(f"vLLM is starting ({now - start:.0f} s)")
                     said = now
                 time.sleep(0.25)
@@ -78,7 +80,7 @@ class Server:
 
     def _healthy(self) -> bool:
         try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=2):
+            with DIRECT.open(f"{self.url}/health", timeout=2):
                 return True
         except OSError:
             return False
