@@ -1,19 +1,32 @@
 """The HTTP stages: the official client against a server that answers as vLLM does, right and wrong, and the verdict."""
 
 import ast
+import functools
 import importlib.util
 import json
 import sys
+import types
 from pathlib import Path
 
+import openai
 import pytest
+
+from deepinfer_sm80.model.tokenizer_files import installed_tokenizer
 
 ROOT = Path(__file__).parents[2]
 SERVING = ROOT / "benchmarks/serving"
 FAKE = Path(__file__).with_name("fake_vllm.py")
-_spec = importlib.util.spec_from_file_location("vllm_source", ROOT / "tests/vllm_plugin/vllm_source.py")
-vllm_source = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(vllm_source)
+
+
+def load(name, path):
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+vllm_source = load("vllm_source", ROOT / "tests/vllm_plugin/vllm_source.py")
+fake_vllm = load("fake_vllm", FAKE)
 PROMPTS = [[7, number, 11] for number in range(8)]
 
 
@@ -124,3 +137,59 @@ def test_the_parsers_are_registered_in_vllm_and_documented(stages):
         assert f"Constant(value={flags[flag]!r})" in registered
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert all(flag.replace("=", " ") in readme for flag in stages.ask.FLAGS)
+
+
+class Engine:
+    """In place of a vLLM engine: the tokens that the fake server gives."""
+
+    def __init__(self, model):
+        self.prompts = PROMPTS
+        self.llm = types.SimpleNamespace(reset_prefix_cache=lambda: None, chat=self.chat)
+
+    def generate(self, prompts, tokens, logprobs):
+        return [self.output(prompt, tokens) for prompt in prompts]
+
+    def chat(self, conversations, params, *, chat_template_kwargs, use_tqdm):
+        assert chat_template_kwargs == {"thinking": False}
+        return [self.output([len(str(messages))], params["max_tokens"]) for messages in conversations]
+
+    def output(self, prompt, count):
+        tokens = fake_vllm.tokens_of(prompt, count)
+        steps = [{t: types.SimpleNamespace(logprob=-1.0), t + 1: types.SimpleNamespace(logprob=-2.0)} for t in tokens]
+        completion = types.SimpleNamespace(token_ids=tokens, logprobs=steps)
+        return types.SimpleNamespace(prompt_token_ids=prompt, outputs=[completion])
+
+    def result(self, **facts):
+        return {"facts": facts}
+
+
+def test_the_three_stages_one_after_the_other(stages, tmp_path, monkeypatch):
+    stand_ins = {
+        "stages": {
+            "Engine": Engine,
+            "apply_disguise": lambda: None,
+            "facts_of_machine": lambda: {"gpu": "a GPU"},
+            "require_finite": lambda outputs, tokens: None,
+            "SHARED_GPU": {"kv_cache_memory_bytes": 2},
+        },
+        "vllm": {"SamplingParams": dict},
+    }
+    for name, contents in stand_ins.items():
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+        vars(sys.modules[name]).update(contents)
+    monkeypatch.setenv("PROVE_SHARED_GPU", "1")
+    command = (sys.executable, str(FAKE))
+    monkeypatch.setattr(stages, "Server", functools.partial(stages.Server, command=command))
+    monkeypatch.setattr("deepinfer_sm80.model.prose.prompts", lambda encode: PROMPTS)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(installed_tokenizer()))
+    assert stages.in_process(tmp_path, tmp_path)["facts"] == {"requests": 24}
+    found = stages.http(tmp_path, tmp_path)
+    assert (found["gpu"], found["flags"], found["facts"]["openai"]) == (
+        "a GPU",
+        list(stages.ask.FLAGS),
+        openai.__version__,
+    )
+    compared = stages.http_compare(tmp_path, tmp_path)
+    assert compared["ok"], compared
+    assert compared["facts"]["together"] == "8 of 8 the same"
+    assert compared["facts"]["widest_gap_where_they_part"] == 0.0
