@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import re
 import sys
 from pathlib import Path
 
@@ -105,10 +104,14 @@ def test_what_it_ends_with(parts, tmp_path, capsys):
     assert "Where to go next" in out
 
 
-def test_the_commands_it_ends_with_exist():
-    named = re.findall(r"deepinfer-sm80 ([a-z-]+)", demo.NEXT)
-    assert len(named) == 4
-    assert set(named) <= set(COMMANDS)
+def test_the_commands_it_ends_with_exist_where_they_are_said_to_be(monkeypatch, capsys, tmp_path):
+    assert {words.split()[0] for words, _ in demo.NEXT} <= set(COMMANDS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / ".venv/bin/deepinfer-sm80"), "demo"])
+    for found, command in ((None, ".venv/bin/deepinfer-sm80"), ("/usr/bin/deepinfer-sm80", "deepinfer-sm80")):
+        monkeypatch.setattr(demo.shutil, "which", lambda name, found=found: found)
+        demo._print_next()
+        assert f"   {command} doctor  " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
+import sys
 import tempfile
 import time
 from contextlib import contextmanager
@@ -21,14 +23,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-NEXT = """
-Where to go next
-   deepinfer-sm80 doctor                      would vLLM use this package on this machine?
-   deepinfer-sm80 plan --gpus 8xA100-80GB     which layouts of your GPUs hold the model, with the command for each
-   deepinfer-sm80 verify                      every operator's contract on your own GPU
-   deepinfer-sm80 make-checkpoint tiny        the checkpoint of this demo, to keep; then: vllm serve tiny
-   README.md: install and serve    ARCHITECTURE.md: a token's way through the rooms    make test: every promise"""
-
+NEXT = (
+    ("doctor", "would vLLM use this package on this machine?"),
+    ("plan --gpus 8xA100-80GB", "which layouts of your GPUs hold the model, with the command for each"),
+    ("verify", "every operator's contract on your own GPU"),
+    ("make-checkpoint tiny", "the checkpoint of this demo, to keep; then: vllm serve tiny"),
+)
+"""Commands worth trying after the demo, and what each answers."""
+PAGES = "README.md: install and serve    ARCHITECTURE.md: a token's way through the rooms    make test: every promise"
 _HEADER = f"   {'operator':30} {'case':28} {'agreement':16} {'seconds':>8}\n   " + "-" * 85
 
 
@@ -66,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     failed = sum(1 for tally in tallies.values() if tally.failed)
     verdict = "every operator agrees with its reference" if not failed else f"{failed} disagree with their references"
     print(f"\n{verdict} ({time.perf_counter() - start:.0f} s)")
-    print(NEXT)
+    _print_next()
     return 1 if failed or not same else 0
 
 
@@ -199,6 +201,18 @@ def _print_served(directory: Path, sentence: str, possible: bool) -> None:
         log = Path(scratch) / "vllm-serve.log"
         for line in serve_and_ask(directory, log, lambda line: print(f"   {line}", flush=True)):
             print(f"   {line}", flush=True)
+
+
+def _print_next() -> None:
+    """Where to go, with a command that works where this one was started: make leaves it in .venv, off PATH."""
+    name = "deepinfer-sm80"
+    here = Path(sys.argv[0])
+    if shutil.which(name) is None and here.name == name:
+        name = os.path.relpath(here)
+    print("\nWhere to go next")
+    for words, what in NEXT:
+        print(f"   {name} {words:26} {what}")
+    print(f"   {PAGES}")
 
 
 def _row(op: str, case: str, agreement: str, seconds: float) -> str:
