@@ -13,7 +13,7 @@ VLLM := .vllm/.ready
 PYTEST := $(BIN)/python -m pytest -q
 ARGS ?=
 
-.PHONY: help demo test test-full lint docs clean
+.PHONY: help demo test test-full lint docs transcripts clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -39,6 +39,11 @@ docs: $(STAMP) $(TRITON38)  ## write the generated tables of docs/
 	@$(BIN)/python benchmarks/generate_charts.py --refresh >/dev/null
 	@$(BIN)/deepinfer-sm80 plan --page > docs/.05.new && mv docs/.05.new docs/05_TOPOLOGY_1M_CONTEXT_ANALYSIS_SM80.md
 	@$(BIN)/deepinfer-sm80 sensitivity --page benchmarks/results/nvidia-h200/sensitivity-tiny.json benchmarks/results/nvidia-h200/sensitivity-layer.json > docs/.sensitivity.new && mv docs/.sensitivity.new docs/sensitivity.md
+	@$(BIN)/python docs/readme_blocks.py
+
+transcripts: $(STAMP)  ## record make demo and make test in a clean clone: docs/transcripts
+	@$(BIN)/python docs/record_transcripts.py
+	@$(BIN)/python docs/readme_blocks.py
 
 clean:  ## remove the virtual environment, caches and build outputs
 	@rm -rf $(VENV) .vllm .triton38 build dist .pytest_cache .mypy_cache .ruff_cache src/*.egg-info

@@ -31,20 +31,14 @@ from running import failure, run_process, summary  # noqa: E402
 
 GENERATING = ("eager", "graphs", "chunked-eager", "chunked", "dspark-eager", "dspark", "serve")
 RECORDED = ("generated-whole", "generated-chunks")
-PLUGIN_STAGES = (
-    "register",
-    *GENERATING,
-    *RECORDED,
-    "warm-up",
-    "mixed",
-    "times-kernels",
-    "times-pytorch",
-    "logprobs-plugin",
-)
+SERVED = ("in-process", "http")
+TIMED = ("warm-up", "mixed", "times-kernels", "times-pytorch")
+PLUGIN_STAGES = ("register", *GENERATING, *SERVED, *RECORDED, *TIMED, "logprobs-plugin")
 STOCK_STAGES = ("times-stock", "logprobs-stock")
 ENVIRONMENT = {"times-pytorch": {"DEEPINFER_PYTORCH_OPERATORS": "all"}}
 ARMS = ("logprobs-plugin", "logprobs-stock")
-AFTER = {"compare": ARMS, "spec-full": ARMS, "spec-replay": RECORDED}  # stages that read what others wrote
+# stages that read what others wrote
+AFTER = {"compare": ARMS, "spec-full": ARMS, "spec-replay": RECORDED, "http-compare": SERVED}
 STAGES = ("checkpoint", *PLUGIN_STAGES, *STOCK_STAGES, *AFTER)
 
 INTRODUCTION = """# Stock vLLM serving DeepSeek-V4.1 through this plugin

@@ -11,11 +11,13 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 import timing
 from agreement import spec_full, spec_replay
 from comparison import compare
+from http_stages import http, http_compare, in_process
 
 from deepinfer_sm80.model.prose import prompts as prose_prompts
 
@@ -42,6 +44,13 @@ def _prompts(tokenizer: Any) -> list[list[int]]:
     return prose_prompts(lambda text: tokenizer.encode(text, add_special_tokens=False))
 
 
+def _installed(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
 def facts_of_machine() -> dict[str, Any]:
     import torch
     import triton
@@ -53,6 +62,8 @@ def facts_of_machine() -> dict[str, Any]:
         else "native",
         "torch": torch.__version__,
         "triton": triton.__version__,
+        "vllm": _installed("vllm"),
+        "flashinfer": _installed("flashinfer-python"),
         "cores": os.cpu_count(),
     }
 
@@ -418,4 +429,7 @@ FUNCTIONS: dict[str, Callable[[pathlib.Path, pathlib.Path], dict[str, Any]]] = {
     "times-kernels": times,
     "times-pytorch": times,
     "times-stock": times,
+    "in-process": in_process,
+    "http": http,
+    "http-compare": http_compare,
 }

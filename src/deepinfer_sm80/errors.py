@@ -80,6 +80,20 @@ class UnsupportedOptionError(DeepInferError, ValueError):
     template = "DeepInfer-SM80 does not serve DeepSeek-V4.1 with {option}={found}: allowed is {allowed}. {remedy}"
 
 
+class DemoError(DeepInferError, RuntimeError):
+    template = (
+        "The demo stopped while {what}: {found}. Run deepinfer-sm80 doctor and deepinfer-sm80 verify; if both are "
+        "content, this is a fault of ours."
+    )
+
+
+class ServeError(DeepInferError, RuntimeError):
+    template = (
+        "vllm serve {problem}; it must answer within {limit} seconds. Ask deepinfer-sm80 doctor about this machine, "
+        "then read the end of vLLM's own output:\n{tail}"
+    )
+
+
 class ImageInputError(DeepInferError, ValueError):
     template = (
         "DeepInfer-SM80 serves DeepSeek-V4.1 for text only: the prompt holds {found} image(s), allowed is 0. "

@@ -13,13 +13,14 @@ H100 = Gpu("NVIDIA H100", (9, 0), 80 << 30)
 @pytest.fixture
 def machine(monkeypatch):
     """A machine on which everything is right; each test takes one thing away."""
-    for name in ("DEEPINFER_FORCE", "DEEPINFER_DISABLE", "VLLM_PLUGINS"):
+    for name in ("DEEPINFER_FORCE", "DEEPINFER_DISABLE", "VLLM_PLUGINS", "CC", "CUDA_HOME", "CUDA_PATH"):
         monkeypatch.delenv(name, raising=False)
 
     def has(gpu=A100, vllm="0.33.0", entry_points=("found",)):
         monkeypatch.setattr(doctor, "current_gpu", lambda: gpu)
         monkeypatch.setattr(window, "installed_vllm", lambda: vllm)
         monkeypatch.setattr(doctor, "entry_points", lambda **kwargs: entry_points)
+        monkeypatch.setattr(doctor.shutil, "which", lambda name: f"/usr/bin/{name}")
 
     has()
     return has
@@ -72,4 +73,29 @@ def test_switches(machine, capsys, monkeypatch):
     monkeypatch.setenv("DEEPINFER_DISABLE", "0")
     monkeypatch.setenv("DEEPINFER_FORCE", "1")
     machine(gpu=H100)
+    assert main(["doctor"]) == 0
+
+
+def test_a_missing_compiler_is_named(machine, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    monkeypatch.setattr(doctor, "CUDA", str(tmp_path))
+    monkeypatch.setattr(doctor, "files", lambda package: [])
+    assert main(["doctor"]) == 1
+    found = findings(capsys)
+    assert "no C compiler (neither gcc nor clang is on PATH)" in found["verdict"]
+    assert "no nvcc (not on PATH" in found["compilers"]
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: "/usr/bin/gcc" if name == "gcc" else None)
+    assert main(["doctor"]) == 1
+    assert "install the CUDA toolkit, or pip install nvidia-cuda-nvcc" in findings(capsys)["verdict"]
+    monkeypatch.setattr(doctor, "files", lambda package: [tmp_path / "bin/nvcc"])
+    assert main(["doctor"]) == 0
+    assert findings(capsys)["compilers"] == "found"
+
+
+def test_a_cuda_home_without_nvcc_is_named(machine, capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    assert main(["doctor"]) == 1
+    assert f"is {tmp_path}, which has no bin/nvcc" in findings(capsys)["verdict"]
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/nvcc").touch()
     assert main(["doctor"]) == 0

@@ -223,10 +223,19 @@ def test_a_failing_disk_is_explained_and_nothing_stays(micro, tmp_path, monkeypa
     assert not list(tmp_path.iterdir())
 
 
-def test_a_directory_that_cannot_be_made_is_explained(micro, tmp_path):
+def test_directories_above_are_not_made_in_silence(micro, tmp_path):
+    with pytest.raises(CheckpointError, match=r"lost, where it would be, does not exist.*mkdir -p"):
+        checkpoint.write_checkpoint(tmp_path / "lost" / "model", micro)
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="could not be written"):
+    with pytest.raises(CheckpointError, match="file, where it would be, is not a directory"):
         checkpoint.write_checkpoint(tmp_path / "file" / "below", micro)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("place", ["/proc", "/sys"])
+def test_a_file_system_of_the_kernel_is_named_as_one(micro, place):
+    with pytest.raises(CheckpointError, match=r"which keeps no files\. Name a directory on a disk"):
+        checkpoint.write_checkpoint(f"{place}/model", micro)
 
 
 def test_an_interrupt_leaves_nothing(micro, tmp_path, monkeypatch):

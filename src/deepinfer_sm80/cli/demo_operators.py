@@ -1,308 +1,205 @@
-"""The operators of one decoder layer, in forward-pass order, on real text and a checkpoint's weights.
+"""A prompt and then single tokens through the operators of one layer, in forward-pass order, each beside its reference.
 
-One layer stands for all: the candidate source, which owns a compressor, an indexer and both caches. Its input is the
-embedded text (what layers below would add is left out). Matrix products around the operators are plain PyTorch.
+A prompt goes through the prefill operators; every further token is written into the paged caches and read back by the
+decode operators. Without a GPU the kernels run through Triton's interpreter.
 """
 
 from __future__ import annotations
 
-import json
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from deepinfer_sm80 import ops
-from deepinfer_sm80.model.checkpoint import Reader
-from deepinfer_sm80.model.config import ModelConfig
-from deepinfer_sm80.model.requirements import require
-from deepinfer_sm80.ops.formats import fp8_block
+from deepinfer_sm80.cli.demo_layer import BLOCK, SWA_BLOCK, Layer
 from deepinfer_sm80.testing.agreement import Agreement, compare_with_reference
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-PROSE = (
-    "The ferry left the northern quay a little after six, while the lamps along the harbour were still lit and the "
-    "fish market was loud with crates. Nobody on deck spoke much. A woman with a basket of quinces asked the mate "
-    "whether the channel was clear of ice; he shrugged and said that it had been clear on Tuesday, which in March "
-    "meant very little. Behind them the town grew small: first the crane, then the brewery chimney, and last of all "
-    "the white tower of the observatory, where someone had forgotten to close the dome. By eight o'clock the wind had "
-    "turned. The engine changed its note, the cups began to slide along the shelf, and the two engineers who had been "
-    "arguing about the price of copper since breakfast went below without finishing the argument. The mate wrote the "
-    "time in his book, wiped the glass, and looked for the second buoy."
-)
-TOPK = 64  # below the number of tokens, so that the choice matters
-INTERPRETED = 16  # tokens for a Triton kernel: its interpreter takes 0.1 s for each
-DECODED = 5  # the last tokens play the decode rows of one request
-SWA_BLOCK, BLOCK = 32, 128  # tokens in a page of the sliding-window and of the compressed cache
-RECORD, INDEX_RECORD, PAGE_ALIGNMENT = 584, 132, 576
+PROMPT, DECODED = 80, 16  # tokens: Triton's interpreter needs about a minute for them
+TOPK, TOPK_BLOCKS = 64, 9  # fewer rows and blocks than the prompt has, so that both choices matter
+PREFILL, DECODE = "prefill", "decode"
+ROUTE_BLOCK = 16
 
-Step = tuple[str, Agreement]
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One operator on the prompt (``phase`` prefill) or on one token (decode), up to token ``last`` of the text.
+
+    ``case`` names its sizes.
+    """
+
+    phase: str
+    last: int
+    case: str
+    found: Agreement
 
 
 def walk(directory: Path, device: str) -> Iterator[Step]:
-    """Yield (case, agreement) for each operator, in order; a later one reads what the launcher of an earlier wrote."""
-    layer = _Layer(directory, device)
-    yield from _residual_streams(layer)
-    yield from _write_caches(layer)
-    yield from _choose(layer)
-    yield from _prefill(layer)
-    yield from _decode(layer)
-    yield from _project(layer)
-    yield from _route(layer)
+    """Every operator on the prompt, then on each of DECODED tokens; a later one reads what an earlier one wrote."""
+    layer = Layer(directory, device, PROMPT + DECODED)
+    for first, last in ((0, PROMPT), *((p, p + 1) for p in range(PROMPT, PROMPT + DECODED))):
+        yield from _Pass(layer, first, last).operators()
 
 
-class _Layer:
-    """The layer's weights as the operators take them, the text's activations, and the caches they fill."""
+class _Pass:
+    """Tokens ``first`` to ``last`` of the text."""
 
-    def __init__(self, directory: Path, device: str) -> None:
-        self.checkpoint, self.device = Reader(directory), device
-        self.config = ModelConfig.from_dict(json.loads((directory / "config.json").read_text(encoding="utf-8")))
-        self.prefix = f"layers.{self.config.candidate_source_layer_id}."
-        self.tokenizer = require("tokenizers").Tokenizer.from_file(str(directory / "tokenizer.json"))
-        self.ids: list[int] = self.tokenizer.encode(PROSE, add_special_tokens=False).ids
-        self.tokens = len(self.ids)
-        self.positions = torch.arange(self.tokens, device=device)
-        self.rope = _rope_table(self.tokens, self.config.compress_rope_theta, device)
-        self.scale = self.config.head_dim**-0.5
-
-        self.embedded = self.checkpoint.load("embed.weight")[self.ids].to(device)
-        self.x = self.norm(self.embedded, "attn_norm.weight")
-        self.q_latent = self.norm(self.linear(self.x, "attn.wq_a"), "attn.q_norm.weight")
-        q = self.linear(self.q_latent, "attn.wq_b").unflatten(1, (-1, self.config.head_dim))
-        self.q = _rotate(q, self.rope)
-        self.swa_latent = self.norm(self.linear(self.x, "attn.wkv"), "attn.kv_norm.weight")
-        compressed = self.x @ self.tensor("attn.compressor.wkv.weight").T
-        self.latent = self.norm(compressed, "attn.compressor.norm.weight")
-
-        self.swa_cache = _pages(self.tokens, SWA_BLOCK, RECORD, device)
-        self.cache = _pages(self.tokens, BLOCK, RECORD, device)
-        self.index_cache = _pages(self.tokens, BLOCK, INDEX_RECORD, device)
+    def __init__(self, layer: Layer, first: int, last: int) -> None:
+        self.layer, self.rows, self.count = layer, slice(first, last), last - first
+        self.last = last
+        self.phase = PREFILL if first == 0 else DECODE
+        self.positions = layer.positions[self.rows]
+        self.lens = (self.positions + 1).int()
         self.chosen = torch.empty(0)
         self.attended = torch.empty(0)
 
-    def tensor(self, name: str) -> torch.Tensor:
-        return self.checkpoint.load(self.prefix + name).to(self.device)
+    def operators(self) -> Iterator[Step]:
+        yield from self._residual_streams()
+        yield from self._write_caches()
+        yield from self._choose()
+        yield from self._attend_prompt() if self.phase == PREFILL else self._attend_token()
+        yield from self._project()
+        yield from self._route()
 
-    def weight(self, name: str) -> torch.Tensor:
-        wide: torch.Tensor = fp8_block.decode(self.tensor(f"{name}.weight"), self.tensor(f"{name}.scale"))
-        return wide.bfloat16()
+    def _run(self, op: str, arguments: dict[str, Any]) -> Agreement:
+        """The kernel, interpreted without a GPU; on a GPU what vLLM would run."""
+        return compare_with_reference(op, arguments, None if self.layer.device == "cuda" else ops.kernel(op))
 
-    def linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        return x @ self.weight(name).T
+    def _step(self, case: str, found: Agreement) -> Step:
+        return Step(self.phase, self.last, f"T{self.count}-{case}", found)
 
-    def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        wide = x.float()
-        scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.config.rms_norm_eps)
-        return (scaled * self.tensor(name).float()).bfloat16()
+    def _residual_streams(self) -> Iterator[Step]:
+        layer, rows = self.layer, self.rows
+        heads = layer.engram_rows.shape[1]
+        bounds = {"head_start": 0, "local_heads": heads, "vocab_start": 0, "vocab_end": layer.engram["weight"].shape[0]}
+        lookup = {**layer.engram, "ids": layer.engram_rows[rows], **bounds}
+        yield self._step(f"C{heads}", self._run("engram_lookup", lookup))
+        mix = {"post_mix": layer.post[rows], "comb": layer.comb[rows]}
+        arguments = {"x": layer.x[rows], "residual": layer.streams[rows], **mix}
+        yield self._step(f"H{layer.config.hidden_size}", self._run("mhc_post", arguments))
 
-    def int32(self, *values: int) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=self.device)
+    def _write_caches(self) -> Iterator[Step]:
+        layer, rows = self.layer, self.rows
+        place = {"positions": self.positions, "slot_mapping": self.positions}
+        shared = {"cos_sin_cache": layer.rope, "compress_ratio": 1, **place}
+        for kind, latent, cache in (
+            ("swa", layer.swa_latent, layer.swa_cache),
+            ("compressed", layer.latent, layer.cache),
+        ):
+            found = self._run("rope_quant_insert", {"latent": latent[rows], "kv_cache": cache, **shared})
+            cache.copy_(found.arguments["kv_cache"])
+            yield self._step(kind, found)
+        norm = {"norm_weight": layer.key_norm, "eps": layer.config.rms_norm_eps}
+        arguments = {"k_pre": layer.keys[rows], "kv_cache": layer.index_cache, **norm, **shared}
+        found = self._run("indexer_k_norm_rope_store", arguments)
+        layer.index_cache.copy_(found.arguments["kv_cache"])
+        yield self._step("keys", found)
 
-    def block_table(self, block: int) -> torch.Tensor:
-        return torch.arange(-(-self.tokens // block), dtype=torch.int32, device=self.device)[None]
+    def _choose(self) -> Iterator[Step]:
+        """Index queries, scores, candidate blocks and the choice of rows."""
+        layer, config = self.layer, self.layer.config
+        scales = {"softmax_scale": config.index_head_dim**-0.5, "head_scale": config.index_n_heads**-0.5}
+        rotary = {"positions": self.positions, "cos_sin_cache": layer.rope}
+        arguments = {"q": layer.index_q[self.rows], "weights": layer.index_weights[self.rows], **rotary, **scales}
+        found = self._run("indexer_q_rope_quant", arguments)
+        codes, folded = found.values
+        yield self._step(f"H{config.index_n_heads}", found)
 
+        queries = {"q_codes": codes, "weights": folded}
+        table = layer.block_table(BLOCK).expand(self.count, -1)
+        paged = {"kv_cache": layer.index_cache, "context_lens": self.lens, "block_table": table}
+        found = self._run("indexer_logits_paged", {**queries, **paged, "max_context_len": self.last})
+        logits = found.values[0]
+        yield self._step(f"ctx{self.last}", found)
+        if self.phase == PREFILL:
+            keys = {**layer.index_keys(self.count), "row_start": torch.zeros_like(self.lens), "row_end": self.lens}
+            found = self._run("indexer_logits_prefill", {**queries, **keys, "max_k": self.count})
+            yield self._step(f"ctx{self.last}", found)
 
-def _residual_streams(layer: _Layer) -> Iterator[Step]:
-    config, device = layer.config, layer.device
-    first = config.engram_layer_ids[0]
-    rows = torch.tensor(_engram_rows(layer), device=device)
-    table = {
-        "weight": layer.checkpoint.load(f"layers.{first}.engram.embed.weight").to(device),
-        "scale": layer.checkpoint.load(f"layers.{first}.engram.embed.scale").to(device),
-    }
-    heads = rows.shape[1]
-    bounds = {"head_start": 0, "local_heads": heads, "vocab_start": 0, "vocab_end": table["weight"].shape[0]}
-    yield f"T{layer.tokens}-C{heads}", compare_with_reference("engram_lookup", {**table, "ids": rows, **bounds})
+        size = config.candidate_block_size
+        blocks = {"logits": logits, "row_lens": self.lens, "topk_blocks": TOPK_BLOCKS, "block_size": size}
+        found = self._run("select_candidate_blocks", blocks)
+        yield self._step(f"B{TOPK_BLOCKS}x{size}", found)
+        candidates = {"candidate_blocks": found.values[0], "candidate_block_size": size}
+        picked = {"logits": logits, "row_lens": self.lens, "topk": TOPK}
+        yield self._step(f"K{TOPK}-candidates", self._run("indexer_topk", {**picked, **candidates}))
+        found = self._run("indexer_topk", picked)
+        self.chosen = found.values[0]
+        yield self._step(f"K{TOPK}", found)
 
-    streams = layer.embedded[:, None].expand(-1, config.hc_mult, -1).contiguous()
-    flat = streams.flatten(1).float()
-    mixed = flat @ layer.tensor("hc_attn_fn").T * torch.rsqrt(flat.square().mean(-1, keepdim=True) + 1e-20)
-    scale, base = layer.tensor("hc_attn_scale"), layer.tensor("hc_attn_base")
-    n = config.hc_mult
-    post = 2 * torch.sigmoid(mixed[:, n : 2 * n] * scale[1] + base[n : 2 * n])
-    comb = torch.softmax((mixed[:, 2 * n :] * scale[2] + base[2 * n :]).unflatten(1, (n, n)), -1)
-    arguments = {"x": layer.x, "residual": streams, "post_mix": post, "comb": comb}
-    arguments = {name: value[:INTERPRETED] for name, value in arguments.items()}
-    yield f"T{INTERPRETED}-H{config.hidden_size}", compare_with_reference("mhc_post", arguments, ops.kernel("mhc_post"))
+    def _attend_prompt(self) -> Iterator[Step]:
+        """Both caches into one workspace, the index list over it, and attention."""
+        layer, tokens, window = self.layer, self.count, self.layer.config.sliding_window
+        workspace = torch.zeros(1, 2 * tokens, layer.config.head_dim, dtype=torch.bfloat16, device=layer.device)
+        lens = layer.int32(tokens)
+        for kind, cache, block, offset in (
+            ("compressed", layer.cache, BLOCK, 0),
+            ("swa", layer.swa_cache, SWA_BLOCK, tokens),
+        ):
+            arguments = {"out": workspace, "k_cache": cache, "seq_lens": lens, "gather_lens": None}
+            place = {"block_table": layer.block_table(block), "block_size": block, "offset": offset}
+            found = self._run("dequantize_and_gather_k_cache", {**arguments, **place})
+            workspace.copy_(found.arguments["out"])
+            yield self._step(kind, found)
+        request = {"query_start_loc": layer.int32(0, tokens), "seq_lens": lens, "gather_lens": lens}
+        shape = {"window_size": window, "compress_ratio": 1, "topk": TOPK, "M": 2 * tokens, "N": tokens}
+        found = self._run("combine_topk_swa_indices", {"topk_indices": self.chosen, **request, **shape})
+        indices, index_lens = found.values
+        yield self._step(f"K{TOPK}-W{window}", found)
+        rows = {"kv": workspace.flatten(0, 1), "indices": indices, "lens": index_lens}
+        head = {"q": layer.q[self.rows], "attn_sink": layer.attn_sink, "softmax_scale": layer.scale}
+        found = self._run("sparse_mla_prefill", {**rows, **head})
+        self.attended = found.values[0]
+        yield self._step(f"H{layer.q.shape[1]}-K{indices.shape[1]}", found)
 
+    def _attend_token(self) -> Iterator[Step]:
+        """Attention straight from the paged caches."""
+        layer, window = self.layer, self.layer.config.sliding_window
+        request = {
+            "token_to_req_indices": torch.zeros_like(self.lens),
+            "block_table": layer.block_table(BLOCK),
+            "is_valid_token": torch.ones_like(self.lens, dtype=torch.bool),
+        }
+        found = self._run("global_topk_indices", {"topk_indices": self.chosen, "block_size": BLOCK, **request})
+        extra, extra_lens = found.values
+        yield self._step(f"K{TOPK}", found)
+        seen = self.positions[:, None] - torch.arange(window, device=layer.device)
+        swa = {"swa_k_cache": layer.swa_cache, "swa_indices": seen.clamp_min(-1).int()}
+        swa["swa_lens"] = self.lens.clamp_max(window)
+        compressed = {"extra_k_cache": layer.cache, "extra_indices": extra, "extra_lens": extra_lens}
+        head = {"attn_sink": layer.attn_sink, "softmax_scale": layer.scale}
+        found = self._run("sparse_mla_decode", {"q": layer.q[self.rows], **swa, **head, **compressed})
+        self.attended = found.values[0]
+        yield self._step(f"H{layer.q.shape[1]}-K{TOPK + window}", found)
 
-def _write_caches(layer: _Layer) -> Iterator[Step]:
-    slots = torch.arange(layer.tokens, device=layer.device)
-    shared = {"positions": layer.positions, "cos_sin_cache": layer.rope, "slot_mapping": slots, "compress_ratio": 1}
-    for kind, latent in (("swa", layer.swa_latent), ("compressed", layer.latent)):
-        cache = layer.swa_cache if kind == "swa" else layer.cache
-        found = compare_with_reference("rope_quant_insert", {"latent": latent, "kv_cache": cache, **shared})
-        cache.copy_(found.arguments["kv_cache"])
-        yield f"T{layer.tokens}-{kind}", found
-    keys = layer.latent @ layer.tensor("attn.indexer.wk.weight").T
-    norm = {"norm_weight": layer.tensor("attn.indexer.k_norm.weight"), "eps": layer.config.rms_norm_eps}
-    arguments = {"k_pre": keys, "kv_cache": layer.index_cache, **norm, **shared}
-    found = compare_with_reference("indexer_k_norm_rope_store", arguments)
-    layer.index_cache.copy_(found.arguments["kv_cache"])
-    yield f"T{layer.tokens}", found
+    def _project(self) -> Iterator[Step]:
+        layer, groups = self.layer, self.layer.config.o_groups
+        place = {"positions": self.positions, "cos_sin_cache": layer.rope, "num_groups": groups}
+        found = self._run("inverse_rope_grouped", {"o": self.attended, **place})
+        yield self._step(f"G{groups}", found)
+        found = self._run("grouped_output_projection", {"x": found.values[0], "weight": layer.wo_a})
+        yield self._step(f"G{groups}-R{layer.wo_a.shape[1]}", found)
 
-
-def _choose(layer: _Layer) -> Iterator[Step]:
-    """Index queries, scores, candidate blocks and the choice of rows."""
-    config, tokens = layer.config, layer.tokens
-    q = layer.linear(layer.q_latent, "attn.indexer.wq_b").unflatten(1, (-1, config.index_head_dim))
-    weights = layer.x @ layer.tensor("attn.indexer.weights_proj.weight").T
-    scales = {"softmax_scale": config.index_head_dim**-0.5, "head_scale": config.index_n_heads**-0.5}
-    rotary = {"positions": layer.positions, "cos_sin_cache": layer.rope}
-    found = compare_with_reference("indexer_q_rope_quant", {"q": q, "weights": weights, **rotary, **scales})
-    codes, folded = found.values
-    yield f"T{tokens}-H{config.index_n_heads}", found
-
-    lens = (layer.positions + 1).int()
-    queries = {"q_codes": codes, "weights": folded}
-    table = layer.block_table(BLOCK).expand(tokens, -1)
-    paged = {"kv_cache": layer.index_cache, "context_lens": lens, "block_table": table, "max_context_len": tokens}
-    found = compare_with_reference("indexer_logits_paged", {**queries, **paged})
-    yield f"T{tokens}-ctx{tokens}", found
-    logits = found.values[0]
-    keys = _index_keys(layer)
-    rows = {"row_start": torch.zeros_like(lens), "row_end": lens, "max_k": tokens}
-    yield f"T{tokens}-ctx{tokens}", compare_with_reference("indexer_logits_prefill", {**queries, **keys, **rows})
-
-    size = config.candidate_block_size
-    blocks = {"logits": logits, "row_lens": lens, "topk_blocks": 16, "block_size": size}
-    found = compare_with_reference("select_candidate_blocks", blocks)
-    yield f"T{tokens}-B16x{size}", found
-    candidates = {"candidate_blocks": found.values[0], "candidate_block_size": size}
-    picked = {"logits": logits, "row_lens": lens, "topk": TOPK}
-    yield f"T{tokens}-K{TOPK}-candidates", compare_with_reference("indexer_topk", {**picked, **candidates})
-    found = compare_with_reference("indexer_topk", picked)
-    layer.chosen = found.values[0]
-    yield f"T{tokens}-K{TOPK}", found
-
-
-def _prefill(layer: _Layer) -> Iterator[Step]:
-    """Both caches into one workspace, the index list over it, and attention."""
-    tokens, window = layer.tokens, layer.config.sliding_window
-    workspace = torch.zeros(1, 2 * tokens, layer.config.head_dim, dtype=torch.bfloat16, device=layer.device)
-    lens = layer.int32(tokens)
-    for kind, cache, block, offset in (
-        ("compressed", layer.cache, BLOCK, 0),
-        ("swa", layer.swa_cache, SWA_BLOCK, tokens),
-    ):
-        arguments = {"out": workspace, "k_cache": cache, "seq_lens": lens, "gather_lens": None}
-        place = {"block_table": layer.block_table(block), "block_size": block, "offset": offset}
-        found = compare_with_reference("dequantize_and_gather_k_cache", {**arguments, **place})
-        workspace.copy_(found.arguments["out"])
-        yield f"T{tokens}-{kind}", found
-    request = {"query_start_loc": layer.int32(0, tokens), "seq_lens": lens, "gather_lens": lens}
-    shape = {"window_size": window, "compress_ratio": 1, "topk": TOPK, "M": 2 * tokens, "N": tokens}
-    found = compare_with_reference("combine_topk_swa_indices", {"topk_indices": layer.chosen, **request, **shape})
-    indices, index_lens = found.values
-    yield f"T{tokens}-K{TOPK}-W{window}", found
-    rows = {"kv": workspace.flatten(0, 1), "indices": indices, "lens": index_lens}
-    head = {"q": layer.q, "attn_sink": layer.tensor("attn.attn_sink"), "softmax_scale": layer.scale}
-    found = compare_with_reference("sparse_mla_prefill", {**rows, **head})
-    layer.attended = found.values[0]
-    yield f"T{tokens}-H{layer.q.shape[1]}-K{indices.shape[1]}", found
-
-
-def _decode(layer: _Layer) -> Iterator[Step]:
-    """The last tokens again, straight from the paged caches."""
-    window = layer.config.sliding_window
-    last = layer.positions[-DECODED:]
-    request = {
-        "token_to_req_indices": torch.zeros_like(last, dtype=torch.int32),
-        "block_table": layer.block_table(BLOCK),
-    }
-    chosen = {"topk_indices": layer.chosen[-DECODED:].contiguous(), "block_size": BLOCK}
-    valid = torch.ones_like(last, dtype=torch.bool)
-    found = compare_with_reference("global_topk_indices", {**chosen, **request, "is_valid_token": valid})
-    extra, extra_lens = found.values
-    yield f"T{DECODED}-K{TOPK}", found
-    # pages lie in order here, so a slot is a position
-    seen = last[:, None] - torch.arange(window - 1, -1, -1, device=layer.device)
-    swa = {"swa_k_cache": layer.swa_cache, "swa_indices": seen.clamp_min(-1).int()}
-    swa["swa_lens"] = torch.full_like(last, window, dtype=torch.int32)
-    compressed = {"extra_k_cache": layer.cache, "extra_indices": extra, "extra_lens": extra_lens}
-    head = {"attn_sink": layer.tensor("attn.attn_sink"), "softmax_scale": layer.scale}
-    arguments = {"q": layer.q[-DECODED:].contiguous(), **swa, **head, **compressed}
-    yield f"T{DECODED}-H{layer.q.shape[1]}-K{TOPK + window}", compare_with_reference("sparse_mla_decode", arguments)
-
-
-def _project(layer: _Layer) -> Iterator[Step]:
-    groups = layer.config.o_groups
-    arguments = {"o": layer.attended, "positions": layer.positions, "cos_sin_cache": layer.rope, "num_groups": groups}
-    found = compare_with_reference("inverse_rope_grouped", arguments)
-    yield f"T{layer.tokens}-G{groups}", found
-    weight = layer.weight("attn.wo_a").unflatten(0, (groups, -1))
-    arguments = {"x": found.values[0], "weight": weight}
-    yield (
-        f"T{layer.tokens}-G{groups}-R{weight.shape[1]}",
-        compare_with_reference("grouped_output_projection", arguments),
-    )
-
-
-def _route(layer: _Layer) -> Iterator[Step]:
-    """Routes of the text grouped by expert, each expert's from last to first: the operator puts them into order."""
-    block, topk = 16, layer.config.num_experts_per_tok
-    scores = torch.nn.functional.softplus(layer.x.float() @ layer.tensor("ffn.gate.weight").float().T).sqrt()
-    chosen = (scores + layer.tensor("ffn.gate.bias")).topk(topk).indices.flatten().tolist()
-    ids: list[int] = []
-    experts: list[int] = []
-    for expert in range(layer.config.n_routed_experts):
-        routes = [i for i in reversed(range(len(chosen))) if chosen[i] == expert]
-        routes += [len(chosen)] * (-len(routes) % block)
-        ids, experts = ids + routes, experts + [expert] * (len(routes) // block)
-    arguments = {
-        "sorted_token_ids": layer.int32(*ids),
-        "expert_ids": layer.int32(*experts),
-        "num_tokens_post_padded": layer.int32(len(ids)),
-        "block_size": block,
-        "num_routes": len(chosen),
-    }
-    name = f"T{layer.tokens}-K{topk}-E{layer.config.n_routed_experts}-block{block}"
-    yield name, compare_with_reference("stable_expert_order", arguments)
-
-
-def _engram_rows(layer: _Layer) -> list[list[int]]:
-    from deepinfer_sm80.model import engram_hash as engram
-
-    config = layer.config
-    mapping, _ = engram.compress_vocabulary(layer.tokenizer)
-    compressed = [mapping[token] for token in layer.ids]
-    sizes = (config.engram_max_ngram_size, config.engram_n_heads)
-    primes = engram.bucket_primes(len(config.engram_layer_ids), config.engram_vocab_size, *sizes)[0]
-    drawn = engram.hash_multipliers(config.engram_layer_ids[0], sizes[0], config.engram_compressed_vocab_size)
-    pad = mapping[config.engram_pad_token_id]
-    histories = (compressed[max(p - sizes[0] + 1, 0) : p + 1][::-1] for p in range(layer.tokens))
-    return [engram.ngram_rows(history, drawn, primes, pad) for history in histories]
-
-
-def _index_keys(layer: _Layer) -> dict[str, torch.Tensor]:
-    """The index keys of all tokens, gathered out of their pages: codes, then scales, block by block."""
-    width = layer.config.index_head_dim
-    pages = layer.index_cache.flatten(1)
-    codes = pages[:, : BLOCK * width].reshape(-1, width)[: layer.tokens]
-    scales = pages[:, BLOCK * width :].contiguous().view(torch.float32).flatten()[: layer.tokens]
-    return {"k_codes": codes.contiguous(), "k_scale": scales.contiguous()}
-
-
-def _pages(tokens: int, block: int, record: int, device: str) -> torch.Tensor:
-    """Zeroed cache uint8 [pages, block, record] whose pages lie apart by a multiple of 576 bytes, as vLLM lays them."""
-    stride = -(-(block * record + 1) // PAGE_ALIGNMENT) * PAGE_ALIGNMENT
-    pages = -(-tokens // block)
-    return torch.zeros(pages * stride, dtype=torch.uint8, device=device).as_strided(
-        (pages, block, record), (stride, record, 1)
-    )
-
-
-def _rope_table(rows: int, theta: float, device: str) -> torch.Tensor:
-    """cos and sin, float32 [rows, 64]. YaRN's interpolation is left out: it changes the angles, not the path."""
-    angles = torch.arange(rows).double()[:, None] * theta ** -(torch.arange(0, 64, 2).double() / 64)
-    return torch.cat((angles.cos(), angles.sin()), 1).float().to(device)
-
-
-def _rotate(q: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
-    """RoPE on the last 64 dims of bf16 [T, heads, 512], neighbouring dims paired."""
-    cos, sin = rope[:, None].chunk(2, -1)
-    even, odd = q[..., -64::2].float(), q[..., -63::2].float()
-    turned = torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1).flatten(-2)
-    return torch.cat((q[..., :-64], turned.bfloat16()), -1)
+    def _route(self) -> Iterator[Step]:
+        """Routes grouped by expert, each expert's from last to first: the operator puts them into order."""
+        layer, topk = self.layer, self.layer.config.num_experts_per_tok
+        chosen = layer.route_scores[self.rows].topk(topk).indices.flatten().tolist()
+        ids: list[int] = []
+        experts: list[int] = []
+        for expert in range(layer.config.n_routed_experts):
+            routes = [i for i in reversed(range(len(chosen))) if chosen[i] == expert]
+            routes += [len(chosen)] * (-len(routes) % ROUTE_BLOCK)
+            ids, experts = ids + routes, experts + [expert] * (len(routes) // ROUTE_BLOCK)
+        arguments = {
+            "sorted_token_ids": layer.int32(*ids),
+            "expert_ids": layer.int32(*experts),
+            "num_tokens_post_padded": layer.int32(len(ids)),
+            "block_size": ROUTE_BLOCK,
+            "num_routes": len(chosen),
+        }
+        name = f"K{topk}-E{layer.config.n_routed_experts}-block{ROUTE_BLOCK}"
+        yield self._step(name, self._run("stable_expert_order", arguments))

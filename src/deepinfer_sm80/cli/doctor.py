@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import platform
-from importlib.metadata import PackageNotFoundError, entry_points, version
+import shutil
+from importlib.metadata import PackageNotFoundError, entry_points, files, version
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deepinfer_sm80 import __version__
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
 
 PLUGIN = "deepinfer_sm80"
 GIB = 2**30
+CUDA = "/usr/local/cuda"
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -25,7 +28,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     """Print one line per finding and a verdict. Returns 0 when a vLLM started here would use this package, else 1."""
     del args
-    verdict, ok = _verdict()
+    sentence, ok = verdict()
     lines = {
         "deepinfer-sm80": __version__,
         "python": platform.python_version(),
@@ -34,7 +37,8 @@ def run(args: argparse.Namespace) -> int:
         "vllm": _vllm(),
         "gpu": _gpu(),
         "entry point": _entry_point(),
-        "verdict": verdict,
+        "compilers": _compilers(),
+        "verdict": sentence,
     }
     for name, finding in lines.items():
         print(f"{name:14}  {finding}")
@@ -51,7 +55,8 @@ def plugin_decision() -> tuple[bool, str]:
     return decision.active, decision.reason
 
 
-def _verdict() -> tuple[str, bool]:
+def verdict() -> tuple[str, bool]:
+    """One sentence, and whether a vLLM started here would serve DeepSeek-V4.1 with this package."""
     active, reason = plugin_decision()
     if not active:
         return f"vLLM would not serve with this package: {reason}", False
@@ -59,6 +64,9 @@ def _verdict() -> tuple[str, bool]:
         found = problem()
         if found:
             return f"vLLM would not load this package: {found}", False
+    lacking = _no_c_compiler() or _no_nvcc()
+    if lacking:
+        return f"vLLM would load this package and stop at a kernel that it compiles: {lacking}", False
     return f"vLLM would serve DeepSeek-V4.1 with this package: {reason}", True
 
 
@@ -78,6 +86,41 @@ def _filtered_by_vllm() -> str | None:
 def _entry_point() -> str:
     checks: tuple[Callable[[], str | None], ...] = (_not_found_by_vllm, _filtered_by_vllm)
     return next((found for check in checks if (found := check())), "visible to vLLM")
+
+
+def _compilers() -> str:
+    return "; ".join(found for check in (_no_c_compiler, _no_nvcc) if (found := check())) or "found"
+
+
+def _no_c_compiler() -> str | None:
+    """Triton builds the stub of each kernel with it."""
+    named = os.environ.get("CC")
+    if any(shutil.which(name) for name in ([named] if named else ["gcc", "clang"])):
+        return None
+    found = f"CC={named} is not on PATH" if named else "neither gcc nor clang is on PATH"
+    return f"no C compiler ({found}), Triton needs one; install gcc (Debian and Ubuntu: the package build-essential)"
+
+
+def _no_nvcc() -> str | None:
+    """vLLM's TileLang kernels are compiled with it; looked for where TileLang looks."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    if home:
+        nvcc = Path(home, "bin", "nvcc")
+        if nvcc.is_file():
+            return None
+        found = f"CUDA_HOME or CUDA_PATH is {home}, which has no bin/nvcc"
+    elif shutil.which("nvcc") or _nvcc_of_pip() or Path(CUDA, "bin", "nvcc").is_file():
+        return None
+    else:
+        found = f"not on PATH, not in {CUDA}, no package nvidia-cuda-nvcc"
+    return f"no nvcc ({found}), TileLang needs it; install the CUDA toolkit, or pip install nvidia-cuda-nvcc"
+
+
+def _nvcc_of_pip() -> bool:
+    try:
+        return any(file.name == "nvcc" for file in files("nvidia-cuda-nvcc") or ())
+    except PackageNotFoundError:
+        return False
 
 
 def _version(package: str) -> str:

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from deepinfer_sm80.cli.devices import usable
 from deepinfer_sm80.model.prose import LENGTHS
 
 if TYPE_CHECKING:
@@ -69,11 +70,11 @@ def _named(device: str) -> str:
 def measure(directory: Path, lengths: tuple[int, ...], device: str, components: tuple[str, ...] | None = None) -> Table:
     """The table of ``components`` (default: all) for the checkpoint over the frozen text's prompts of ``lengths``."""
     from deepinfer_sm80.model import prose, sensitivity
-    from deepinfer_sm80.model.requirements import require
+    from deepinfer_sm80.model.checkpoint_files import read_tokenizer
     from deepinfer_sm80.model.switches import COMPONENTS
 
-    model = sensitivity.Model.from_checkpoint(directory, device)
-    tokenizer = require("tokenizers").Tokenizer.from_file(str(directory / "tokenizer.json"))
+    model = sensitivity.Model.from_checkpoint(directory, usable(device))
+    tokenizer = read_tokenizer(directory)
     found = prose.prompts(lambda text: tokenizer.encode(text, add_special_tokens=False).ids)
     chosen = [prompt for prompt in found if len(prompt) in lengths]
     return sensitivity.measure(model, chosen, components or tuple(COMPONENTS))

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from deepinfer_sm80.errors import CheckpointError, DeepInferError
 from deepinfer_sm80.model import safetensors_file
+from deepinfer_sm80.model.checkpoint_target import FIXED, check_target
 from deepinfer_sm80.model.requirements import require
 from deepinfer_sm80.model.schema import Tensors, expected_tensors
 from deepinfer_sm80.model.tokenizer_files import tokenizer_files
@@ -34,10 +35,8 @@ SHARD_BYTES = 500_000_000
 
 _CODES = ("F8_E4M3", "F8_E8M0", "I8")
 _SHOWN = 60  # characters of what was found
-_FIXED = "this is {}, whose place a finished checkpoint cannot take"
 _MOST_THREADS = 8  # with one weight in memory each, of 1.3 GB at most, and one more
 _SILENCE = 10.0  # seconds
-_HEADROOM = 64_000_000  # tokenizer, headers, index: never more than this
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,9 +60,9 @@ def write_checkpoint(
     has left there. It uses as many threads as PyTorch would, eight at most, and up to 5 GB of memory (preset
     ``layer``).
 
-    Raises CheckpointError if ``directory`` exists and is not empty, is a mount point or the current directory, cannot
-    be written or does not fit on the disk, or if somebody else wrote there meanwhile; MissingPackageError if the
-    packages of the ``checkpoint`` extra are not installed.
+    Raises CheckpointError if ``directory`` exists and is not empty, is a mount point or the current directory, has no
+    parent directory, cannot be written or does not fit on the disk, or if somebody else wrote there meanwhile;
+    MissingPackageError if the packages of the ``checkpoint`` extra are not installed.
     """
     started, target = time.monotonic(), Path(os.path.realpath(Path(directory).expanduser()))
     shards = _plan(expected_tensors(config))
@@ -71,7 +70,7 @@ def write_checkpoint(
     # Random, not the process id, which repeats in a container; not mkdtemp, whose mode 0700 the result would keep.
     partial = target.with_name(f"{_partial_prefix(target)}{secrets.token_hex(4)}") if target.name else target
     with _failures_explained(target, partial):
-        _check_target(target, sum(map(_shard_bytes, shards.values())))
+        check_target(target, sum(map(_shard_bytes, shards.values())))
         if progress:
             _name_leftovers(target, progress)
         try:
@@ -265,25 +264,6 @@ def _sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def _check_target(target: Path, size: int) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        kind = "a directory that is not empty" if target.is_dir() else "a file"
-        raise CheckpointError(path=target, problem=f"this is {kind}", remedy="Remove it or name another directory")
-    if target.exists() and (os.path.ismount(target) or target.samefile(Path.cwd())):
-        kind = "a mount point" if os.path.ismount(target) else "the current directory"
-        raise CheckpointError(
-            path=target, problem=_FIXED.format(kind), remedy=f"Name one inside it: {target / 'model'}"
-        )
-    free = shutil.disk_usage(target.parent).free
-    if free < size + _HEADROOM:
-        raise CheckpointError(
-            path=target,
-            problem=f"it needs {(size + _HEADROOM) / 1e9:.2f} GB and the disk has {free / 1e9:.2f} GB free",
-            remedy="Free some space or name a directory on another disk",
-        )
-
-
 def _partial_prefix(target: Path) -> str:
     return f".{target.name}.partial-"
 
@@ -300,7 +280,7 @@ def _take_name(partial: Path, target: Path) -> None:
     except OSError as error:
         if error.errno == errno.EBUSY:  # a bind mount within one file system, which os.path.ismount does not see
             remedy = f"Name one inside it: {target / 'model'}"
-            raise CheckpointError(path=target, problem=_FIXED.format("a mount point"), remedy=remedy) from error
+            raise CheckpointError(path=target, problem=FIXED.format("a mount point"), remedy=remedy) from error
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
             raise
         problem = "somebody else wrote there while this checkpoint was made"

@@ -13,7 +13,6 @@ sequence is cut into steps, its results are the same bits (``linear.matmul``), u
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -23,12 +22,11 @@ import torch
 from deepinfer_sm80.model import linear, rope, streams
 from deepinfer_sm80.model.attention import Attention, Step
 from deepinfer_sm80.model.checkpoint import Reader
-from deepinfer_sm80.model.config import ModelConfig
+from deepinfer_sm80.model.checkpoint_files import read_config, read_tokenizer
 from deepinfer_sm80.model.engram import Engram
 from deepinfer_sm80.model.engram_hash import compress_vocabulary
 from deepinfer_sm80.model.experts import Experts
 from deepinfer_sm80.model.replay import StepMode, last_full_layer
-from deepinfer_sm80.model.requirements import require
 from deepinfer_sm80.model.schema import check_tensors
 from deepinfer_sm80.model.state import Caches, State
 from deepinfer_sm80.model.switches import Switches
@@ -37,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from deepinfer_sm80.model.choices import Choices
+    from deepinfer_sm80.model.config import ModelConfig
     from deepinfer_sm80.model.linear import Source
 
 _ROWS_AT_ONCE = 256  # logits in flight: 129280 float32 each, 132 MB
@@ -133,10 +132,9 @@ class TextModel:
         """The model in ``directory``. Raises CheckpointError or ModelConfigError if that is not a complete one."""
         path = Path(directory)
         reader = Reader(path)
-        config = ModelConfig.from_dict(json.loads((path / "config.json").read_text(encoding="utf-8")))
+        config = read_config(path)
         check_tensors(config, reader.headers, str(path))
-        tokenizer = require("tokenizers").Tokenizer.from_file(str(path / "tokenizer.json"))
-        return cls(config, reader, compress_vocabulary(tokenizer)[0], switches, device)
+        return cls(config, reader, compress_vocabulary(read_tokenizer(path))[0], switches, device)
 
     def new_state(self) -> State:
         """An empty sequence, in caches of its own."""

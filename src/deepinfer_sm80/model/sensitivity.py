@@ -8,7 +8,6 @@ probabilities that are not rounded, and every product off by 2^-10 of itself bef
 from __future__ import annotations
 
 import contextlib
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,10 +17,9 @@ import torch
 
 from deepinfer_sm80.model import attention, linear, streams
 from deepinfer_sm80.model.checkpoint import Reader
-from deepinfer_sm80.model.config import ModelConfig
+from deepinfer_sm80.model.checkpoint_files import read_config, read_tokenizer
 from deepinfer_sm80.model.engram_hash import compress_vocabulary
 from deepinfer_sm80.model.forward import TextModel
-from deepinfer_sm80.model.requirements import require
 from deepinfer_sm80.model.schema import expected_tensors
 from deepinfer_sm80.model.switches import COMPONENTS, Switches
 from deepinfer_sm80.model.weights import random_tensors
@@ -29,6 +27,7 @@ from deepinfer_sm80.model.weights import random_tensors
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from deepinfer_sm80.model.config import ModelConfig
     from deepinfer_sm80.model.linear import Source
 
 SENSITIVITY, ROUNDING = 0.1, 0.01
@@ -76,8 +75,8 @@ class Model:
         """The checkpoint in ``directory``. Raises CheckpointError or ModelConfigError if there is none."""
         path = Path(directory)
         reader = Reader(path)
-        config = ModelConfig.from_dict(json.loads((path / "config.json").read_text(encoding="utf-8")))
-        tokenizer = require("tokenizers").Tokenizer.from_file(str(path / "tokenizer.json"))
+        config = read_config(path)
+        tokenizer = read_tokenizer(path)
         return cls(config, reader, compress_vocabulary(tokenizer)[0], device)
 
     def without(self, *components: str) -> TextModel:

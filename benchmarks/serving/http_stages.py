@@ -1,0 +1,162 @@
+"""Stages ``in-process``, ``http`` and ``http-compare``: ``vllm serve`` asked by the official client, token by token.
+
+The same prompts go through ``LLM.generate`` and through a server, each alone and eight at once. vLLM may schedule eight
+requests differently each time, and a step of another size sums in another order: so tokens may part, but only where
+the in-process run saw the server's token within one bfloat16 step of its own best.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import http_requests as ask
+
+from deepinfer_sm80.testing.served import Server
+
+if TYPE_CHECKING:
+    import pathlib
+
+TOP = 5  # log-probabilities kept of each in-process step: the ties that may be resolved differently
+KINDS = ("alone", "together", "chat", "streamed")
+STREAMED = 3  # number of the prompt that is streamed
+VALUES = "{}.values"
+BOOT_LIMIT_S = 300
+
+
+def in_process(model: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
+    """Tokens, log-probabilities and the best TOP of every step, in OUT/in-process.values."""
+    import stages
+    from vllm import SamplingParams
+
+    engine = stages.Engine(model)
+    params = SamplingParams(temperature=0, max_tokens=ask.NEW_TOKENS, ignore_eos=True, logprobs=TOP)
+    alone = [engine.generate([prompt], ask.NEW_TOKENS, logprobs=TOP)[0] for prompt in engine.prompts]
+    engine.llm.reset_prefix_cache()
+    together = engine.generate(engine.prompts, ask.NEW_TOKENS, logprobs=TOP)
+    engine.llm.reset_prefix_cache()
+    options = {"chat_template_kwargs": {"thinking": False}, "use_tqdm": False}
+    chatted = engine.llm.chat(conversations(), params, **options)
+    stages.require_finite([*alone, *together, *chatted], ask.NEW_TOKENS)
+    runs = {"alone": alone, "together": together, "chat": chatted}
+    values = {kind: [_kept(output) for output in outputs] for kind, outputs in runs.items()}
+    values["streamed"] = [values["alone"][STREAMED]]
+    (out / VALUES.format("in-process")).write_text(json.dumps(values))
+    return engine.result(requests=sum(map(len, runs.values())))
+
+
+def http(model: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
+    """``vllm serve`` with the documented flags and no option of ours, asked everything; tokens in OUT/http.values."""
+    import openai
+    import stages
+
+    stages.apply_disguise()
+    from deepinfer_sm80.model import prose
+    from deepinfer_sm80.model.checkpoint_files import read_tokenizer
+
+    tokenizer = read_tokenizer(model)
+    prompts = prose.prompts(lambda text: tokenizer.encode(text, add_special_tokens=False).ids)
+    bias = ask.whitespace_bias(tokenizer.decode, tokenizer.get_vocab_size())
+    options = list(ask.FLAGS)
+    if os.environ.get("PROVE_SHARED_GPU"):
+        options += [f"--{name.replace('_', '-')}={value}" for name, value in stages.SHARED_GPU.items()]
+    with Server(model, out / "http-server.log", options, limit=BOOT_LIMIT_S) as server:
+        values, facts = everything(server.url, prompts, bias)
+    (out / VALUES.format("http")).write_text(json.dumps(values))
+    facts = {"boot_s": round(server.boot_seconds, 1), "openai": openai.__version__, **facts}
+    return {**stages.facts_of_machine(), "facts": facts, "flags": list(ask.FLAGS)}
+
+
+def everything(url: str, prompts: list[list[int]], bias: dict[str, float]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Ask the server at ``url`` for all of it: (tokens for the comparison, facts). Raises AssertionError."""
+    client = ask.client_of(url)
+    start = time.monotonic()
+    name = client.models.list().data[0].id
+    values: dict[str, Any] = {"alone": [ask.completion(client, name, p, f"alone-{i}") for i, p in enumerate(prompts)]}
+    values["together"] = ask.at_once(lambda p: ask.completion(client, name, p, "together"), prompts)
+    values["chat"] = ask.at_once(lambda m: ask.chat_tokens(client, name, m, "chat"), conversations())
+    values["streamed"] = [ask.streamed(client, name, prompts[STREAMED], "streamed")]
+    with ThreadPoolExecutor(1) as pool:
+        long = pool.submit(ask.completion, client, name, prompts[STREAMED], "long", ask.LONG_TOKENS)
+        tool = ask.tool_call(client, name, bias)
+        thought = ask.reasoning(client, name)
+        grammar = ask.structured(client, name, bias)
+        refused = ask.image_refused(client, name)
+        generated = long.result()
+    facts = {
+        "together": len(values["together"]),
+        "streamed_pieces": values["streamed"][0]["pieces"],
+        "tool": json.dumps(tool["arguments"]),
+        "reasoning_characters": len(thought["reasoning"]),
+        "structured": " ".join(" ".join(text.split()) for text in grammar.values()),
+        "image": refused[:40],
+        "long_tokens": len(generated["tokens"]),
+        "long_lowest_logprob": round(min(generated["logprobs"]), 2),
+        "asked_s": round(time.monotonic() - start, 1),
+    }
+    return values, facts
+
+
+def http_compare(model: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
+    """The server's tokens against the in-process run's, from what both stages saved in OUT."""
+    runs = [json.loads((out / VALUES.format(name)).read_text()) for name in ("http", "in-process")]
+    rows = {kind: judge(runs[0][kind], runs[1][kind]) for kind in KINDS}
+    facts = {kind: f"{row['same']} of {row['requests']} the same" for kind, row in rows.items()}
+    facts["widest_gap_where_they_part"] = max(row["widest_gap"] for row in rows.values())
+    return {"ok": all(row["ok"] for row in rows.values()), "facts": facts, "rows": rows}
+
+
+def judge(served: list[dict[str, Any]], here: list[dict[str, Any]]) -> dict[str, Any]:
+    """Requests whose tokens are the same, and the widest gap of two log-probabilities where the others part.
+
+    ``ok``: no gap is wider than one bfloat16 step of the logits, prompts are the same, and nothing is missing. A token
+    outside the in-process run's best TOP counts as a gap of 99.
+    """
+    from prove_multi_gpu import TIE
+
+    same, gaps, largest, prompts = 0, [], 0.0, True
+    for theirs, ours in zip(served, here, strict=True):
+        prompts &= theirs.get("prompt", ours["prompt"]) == ours["prompt"]
+        pairs = enumerate(zip(theirs["tokens"], ours["tokens"], strict=True))
+        at = next((i for i, (a, b) in pairs if a != b), None)
+        upto = len(ours["tokens"]) if at is None else at
+        differences = (abs(a - b) for a, b in zip(theirs["logprobs"][:upto], ours["logprobs"][:upto], strict=True))
+        largest = max(largest, *differences, 0.0)
+        if at is None:
+            same += 1
+            continue
+        best = dict(map(tuple, ours["top"][at]))
+        gaps.append(max(best.values()) - best[theirs["tokens"][at]] if theirs["tokens"][at] in best else 99.0)
+    widest = max(gaps, default=0.0)
+    return {
+        "ok": prompts and widest <= TIE,
+        "requests": len(here),
+        "same": same,
+        "widest_gap": round(widest, 4),
+        "largest_logprob_difference": round(largest, 4),
+        "same_prompts": prompts,
+        "allowed_gap": TIE,
+    }
+
+
+def conversations() -> list[list[dict[str, str]]]:
+    """Eight chats of one message each: paragraphs of the frozen text."""
+    from deepinfer_sm80.model.prose import prose
+
+    paragraphs = [text for text in prose().split("\n\n") if len(text) > 200]
+    return [[{"role": "user", "content": text}] for text in paragraphs[:8]]
+
+
+def _kept(output: Any) -> dict[str, Any]:
+    """Of one vLLM output: prompt, tokens, their log-probabilities, and each step's best as (token, log-probability)."""
+    completion = output.outputs[0]
+    steps = completion.logprobs
+    return {
+        "prompt": list(output.prompt_token_ids),
+        "tokens": list(completion.token_ids),
+        "logprobs": [step[token].logprob for token, step in zip(completion.token_ids, steps, strict=True)],
+        "top": [[(token, entry.logprob) for token, entry in step.items()] for step in steps],
+    }
