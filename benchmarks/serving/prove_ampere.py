@@ -30,11 +30,28 @@ from running import failure, run_process, summary  # noqa: E402
 
 GENERATING = ("eager", "graphs", "chunked-eager", "chunked", "dspark-eager", "dspark", "serve")
 RECORDED = ("generated-whole", "generated-chunks")
-PLUGIN_STAGES = ("register", *GENERATING, *RECORDED, "mixed", "times-kernels", "times-pytorch", "logprobs-plugin")
+EXPERTS = ("experts-ours", "experts-stock")
+PLUGIN_STAGES = (
+    "register",
+    *GENERATING,
+    *RECORDED,
+    "experts-padding",
+    *EXPERTS,
+    "experts-draft",
+    "mixed",
+    "times-kernels",
+    "times-pytorch",
+    "logprobs-plugin",
+)
 STOCK_STAGES = ("times-stock", "logprobs-stock")
 ENVIRONMENT = {"times-pytorch": {"DEEPINFER_PYTORCH_OPERATORS": "all"}}
 ARMS = ("logprobs-plugin", "logprobs-stock")
-AFTER = {"compare": ARMS, "spec-full": ARMS, "spec-replay": RECORDED}  # stages that read what others wrote
+AFTER = {
+    "compare": ARMS,
+    "spec-full": ARMS,
+    "spec-replay": RECORDED,
+    "experts-engines": EXPERTS,
+}  # stages that read what others wrote
 STAGES = ("checkpoint", *PLUGIN_STAGES, *STOCK_STAGES, *AFTER)
 
 INTRODUCTION = """# Stock vLLM serving DeepSeek-V4.1 through this plugin

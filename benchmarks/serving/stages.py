@@ -12,6 +12,7 @@ import urllib.error
 import urllib.request
 from typing import TYPE_CHECKING, Any
 
+import experts_padding
 import timing
 from agreement import spec_full, spec_replay
 from comparison import compare
@@ -377,4 +378,5 @@ FUNCTIONS: dict[str, Callable[[pathlib.Path, pathlib.Path], dict[str, Any]]] = {
     "times-kernels": times,
     "times-pytorch": times,
     "times-stock": times,
+    **experts_padding.STAGES,
 }
