@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from deepinfer_sm80.model.config import ModelConfig
+from deepinfer_sm80.topology import footprint
+
 _spec = importlib.util.spec_from_file_location("vllm_source", Path(__file__).with_name("vllm_source.py"))
 source = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(source)
@@ -158,6 +161,8 @@ def test_columns_per_rank(plugin, tp, ours, vllms):
     method = plugin.padding.AmpereMxfp4MoEMethod(Backend.MARLIN)
     assert method.maybe_roundup_sizes(5120, 2304 // tp, None, None) == (5120, ours)
     assert method.columns_saved == vllms - ours
+    planned = (footprint.Cut(tp, tp, multiple=m) for m in (footprint.OUR_MULTIPLE, footprint.STOCK_MULTIPLE))
+    assert [cut.columns(ModelConfig()) for cut in planned] == [ours, vllms], "the planner counts what is held"
     assert StockMethod(Backend.MARLIN).maybe_roundup_sizes(5120, 2304 // tp) == (5120, vllms)
 
 
