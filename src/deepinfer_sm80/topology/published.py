@@ -35,10 +35,13 @@ class Capacity:
     rest: str
     readings: tuple[tuple[str, Layout, dict[str, int]], ...] = ()
 
+    def nearest(self, tokens: int) -> int:
+        """The number of the published range that is nearest to ``tokens``."""
+        return min(max(tokens, self.low), self.high)
+
     def deviation(self, tokens: int) -> float:
         """Relative distance of ``tokens`` from the published range, 0 inside it."""
-        near = min(max(tokens, self.low), self.high)
-        return tokens / near - 1
+        return tokens / self.nearest(tokens) - 1
 
 
 _PP6 = Layout((7, 7, 7, 7, 7, 5), (1,) * 6)
@@ -111,8 +114,7 @@ def compare(found: Weights, point: Capacity, **changes: float | bool) -> int:
 def gib_to_go(found: Weights, point: Capacity) -> float:
     """GiB that the rank with the fewest blocks would have to have more, for its cache, to give what was published."""
     kept = _planned(found, point, {})
-    near = min(max(kept.tokens, point.low), point.high)
-    stage, blocks = kept.short_stage, -(-near * kept.per_request // point.context)
+    stage, blocks = kept.short_stage, -(-point.nearest(kept.tokens) * kept.per_request // point.context)
     return (blocks * kept.block_bytes[stage] - kept.kv_bytes[stage]) / GIB
 
 
