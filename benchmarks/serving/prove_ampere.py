@@ -4,13 +4,14 @@
     python3 benchmarks/serving/prove_ampere.py --stage NAME [--stage NAME ...] --model DIR --out DIR
     python3 benchmarks/serving/prove_ampere.py --report --out DIR
 
-Every stage is a process of its own, writes OUT/<stage>.json and takes less than nine minutes; finished stages are
-skipped unless --again. On a GPU that is not compute capability 8.x the plugin stages need --capability 8.0 and the
-test aid ``ampere_disguise`` importable (PYTHONPATH); the stage ``logprobs-stock`` then runs vLLM's own path as the
-oracle. The spec stages read what the logprobs and generated stages saved and run ``model/`` instead of vLLM, without a
-GPU as well. Without --model the checkpoint of --preset is written to OUT/PRESET. --together runs the given stages at
-once on a GPU with room for all (about 16 GB each for ``tiny``): every engine then gets a fixed KV cache of 2 GiB
-through vLLM's own options.
+Every stage is a process of its own, writes OUT/<stage>.json and takes less than nine minutes (--limit stops it before);
+finished stages are skipped unless --again. --stage all is all of them, --stage experts those about the width of the
+experts. On a GPU that is not compute capability 8.x the plugin stages need --capability 8.0 and the test aid
+``ampere_disguise`` importable (PYTHONPATH); the stage ``logprobs-stock`` then runs vLLM's own path as the oracle. The
+spec stages read what the logprobs and generated stages saved and run ``model/`` instead of vLLM, without a GPU as well.
+Without --model the checkpoint of --preset is written to OUT/PRESET. --together runs the given stages at once on a GPU
+with room for all (about 16 GB each for ``tiny``): every engine then gets a fixed KV cache of 2 GiB through vLLM's own
+options.
 """
 
 from __future__ import annotations
@@ -27,19 +28,37 @@ HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
 import agreement_page  # noqa: E402  (found through the path above)
-from running import failure, run_process, summary  # noqa: E402
+from running import LIMIT_S, failure, run_process, summary  # noqa: E402
 
 GENERATING = ("eager", "graphs", "chunked-eager", "chunked", "dspark-eager", "dspark", "serve")
 RECORDED = ("generated-whole", "generated-chunks")
 SERVED = ("in-process", "http")
+EXPERTS = ("experts-ours", "experts-stock")
 TIMED = ("warm-up", "mixed", "times-kernels", "times-pytorch")
-PLUGIN_STAGES = ("register", *GENERATING, *SERVED, *RECORDED, *TIMED, "logprobs-plugin")
+PLUGIN_STAGES = (
+    "register",
+    *GENERATING,
+    *SERVED,
+    *RECORDED,
+    "experts-padding",
+    *EXPERTS,
+    "experts-draft",
+    *TIMED,
+    "logprobs-plugin",
+)
 STOCK_STAGES = ("times-stock", "logprobs-stock")
 ENVIRONMENT = {"times-pytorch": {"DEEPINFER_PYTORCH_OPERATORS": "all"}}
 ARMS = ("logprobs-plugin", "logprobs-stock")
 # stages that read what others wrote
-AFTER = {"compare": ARMS, "spec-full": ARMS, "spec-replay": RECORDED, "http-compare": SERVED}
+AFTER = {
+    "compare": ARMS,
+    "spec-full": ARMS,
+    "spec-replay": RECORDED,
+    "http-compare": SERVED,
+    "experts-engines": EXPERTS,
+}
 STAGES = ("checkpoint", *PLUGIN_STAGES, *STOCK_STAGES, *AFTER)
+SETS = {"experts": ("experts-padding", *EXPERTS, "experts-draft", "experts-engines")}
 
 INTRODUCTION = """# Stock vLLM serving DeepSeek-V4.1 through this plugin
 
@@ -135,7 +154,7 @@ def report(out: pathlib.Path) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stage", action="append", choices=(*STAGES, "all"))
+    parser.add_argument("--stage", action="append", choices=(*STAGES, *SETS, "all"))
     parser.add_argument("--inside", choices=STAGES, help=argparse.SUPPRESS)
     parser.add_argument("--model", type=pathlib.Path)
     parser.add_argument("--preset", default="tiny", choices=("tiny", "layer"), help="the checkpoint (default: tiny)")
@@ -144,6 +163,7 @@ def main() -> int:
     parser.add_argument("--together", action="store_true", help="run the given stages at once")
     parser.add_argument("--commit", default="", help="recorded with the results")
     parser.add_argument("--again", action="store_true", help="repeat stages that are done")
+    parser.add_argument("--limit", type=int, default=LIMIT_S, help="seconds for each stage (default %(default)s)")
     parser.add_argument("--tail", type=int, default=25, help="log lines shown of a failed stage")
     parser.add_argument("--report", action="store_true")
     args = parser.parse_args()
@@ -153,7 +173,8 @@ def main() -> int:
     if args.inside:
         inside(args.inside, args)
         return 0
-    wanted = STAGES if args.stage and "all" in args.stage else tuple(args.stage or ())
+    named = [stage for name in args.stage or () for stage in SETS.get(name, (name,))]
+    wanted = STAGES if "all" in named else tuple(dict.fromkeys(named))
     failed = run_together(wanted, args) if args.together else sum(run_stage(name, args) for name in wanted)
     if args.report or wanted:
         print(report(args.out), end="")

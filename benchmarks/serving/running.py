@@ -21,23 +21,25 @@ LIMIT_S = 540
 def run_process(script: str, name: str, args: argparse.Namespace, environment: Mapping[str, str], **facts: Any) -> int:
     """Run ``script --inside name`` and store OUT/name.json with ``facts``; 0 when it is ok, or was before.
 
-    ``args``: model, out, again, commit and tail of the command line.
+    ``args``: model, out, again, commit, tail and, where the script has one, limit (seconds) of the command line.
     """
     path = args.out / f"{name}.json"
     if path.exists() and not args.again and json.loads(path.read_text()).get("ok"):
         print(f"{name}: done before", flush=True)
         return 0
     path.unlink(missing_ok=True)  # a process that dies early must not leave the result of another
+    limit = getattr(args, "limit", LIMIT_S)
     command = [sys.executable, script, "--inside", name, "--model", str(args.model), "--out", str(args.out)]
     start = time.time()
     with (args.out / f"{name}.log").open("w") as log:
         try:
             code = subprocess.run(
-                command, env=dict(environment), stdout=log, stderr=subprocess.STDOUT, timeout=LIMIT_S
+                command, env=dict(environment), stdout=log, stderr=subprocess.STDOUT, timeout=limit
             ).returncode
         except subprocess.TimeoutExpired:
-            code = -1
-    result = json.loads(path.read_text()) if path.exists() else {"ok": False, "error": f"exit code {code}, no result"}
+            code = None
+    ended = f"stopped after {limit} s" if code is None else f"exit code {code}"
+    result = json.loads(path.read_text()) if path.exists() else {"ok": False, "error": f"{ended}, no result"}
     result["ok"] = bool(result.get("ok")) and code == 0
     ready = re.search(r"(\d+) Triton kernels ready in ([\d.]+) s", (args.out / f"{name}.log").read_text())
     if ready and "facts" in result:

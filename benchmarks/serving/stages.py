@@ -14,6 +14,7 @@ import urllib.request
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
+import experts_padding
 import timing
 from agreement import spec_full, spec_replay
 from comparison import compare
@@ -432,4 +433,5 @@ FUNCTIONS: dict[str, Callable[[pathlib.Path, pathlib.Path], dict[str, Any]]] = {
     "in-process": in_process,
     "http": http,
     "http-compare": http_compare,
+    **experts_padding.STAGES,
 }

@@ -66,6 +66,16 @@ def test_every_stage_has_its_function(monkeypatch):
     assert set(load("prove_ampere", monkeypatch).STAGES) == set(load("stages", monkeypatch).FUNCTIONS)
 
 
+def test_a_set_of_stages_by_its_name(monkeypatch, tmp_path):
+    prove, ran = load("prove_ampere", monkeypatch), []
+    monkeypatch.setattr(prove, "run_stage", lambda name, args: ran.append(name) or 0)
+    monkeypatch.setattr(sys, "argv", ["prove_ampere.py", "--out", str(tmp_path), "--stage", "experts", "--limit", "9"])
+    assert prove.main() == 0
+    assert ran == list(prove.SETS["experts"])
+    assert ran[-1] == "experts-engines", "what compares comes last"
+    assert set(ran) <= set(prove.STAGES)
+
+
 def test_a_stage_that_dies_is_reported_and_fails_the_run(monkeypatch, tmp_path, capsys):
     prove = load("prove_ampere", monkeypatch)
     monkeypatch.setattr(sys, "argv", ["prove_ampere.py", "--out", str(tmp_path), "--stage", "compare"])

@@ -13,6 +13,8 @@ import json, pathlib, sys
 out = pathlib.Path(sys.argv[sys.argv.index("--out") + 1])
 name = sys.argv[sys.argv.index("--inside") + 1]
 print("INFO DeepInfer-SM80: 40 Triton kernels ready in 6.1 s on 16 cores." if name == "right" else "", flush=True)
+if name == "hangs":
+    import time; time.sleep(60)
 if name != "dies":
     (out / f"{name}.json").write_text(json.dumps({"ok": name == "right", "facts": {"tokens": 64}, "error": "wrong"}))
 sys.exit(3 if name == "dies" else 0)
@@ -52,3 +54,13 @@ def test_a_process_that_dies_does_not_show_an_older_result(running, tmp_path):
     args = argparse.Namespace(model="m", out=tmp_path, again=False, commit="abc", tail=3)
     assert running.run_process(str(script), "dies", args, {}) == 1
     assert json.loads((tmp_path / "dies.json").read_text())["error"] == "exit code 3, no result"
+
+
+def test_a_process_that_hangs_is_stopped_at_the_limit(running, tmp_path):
+    script = tmp_path / "stage.py"
+    script.write_text(STAGE)
+    args = argparse.Namespace(model="m", out=tmp_path, again=False, commit="abc", tail=3, limit=1)
+    assert running.run_process(str(script), "hangs", args, {}) == 1
+    found = json.loads((tmp_path / "hangs.json").read_text())
+    assert found["error"] == "stopped after 1 s, no result"
+    assert found["wall_s"] < 30

@@ -74,7 +74,7 @@ def test_too_little_memory_says_what_is_possible(capsys):
         (("--gpus", "8xA100-80GB", "--context", "2M"), "--context must be 1 to 1,048,576 tokens"),
         (("--gpus", "8xA100-80GB", "--context", "0"), "--context must be 1 to"),
         (("--gpus", "8xA100-80GB", "--context", "much"), "--context must be tokens"),
-        (("--gpus", "8xA100-80GB", "--streams", "0"), "--streams must be 1 to"),
+        (("--gpus", "8xA100-80GB", "--streams", "0"), "--streams must be 1 to 1024, got 0. Requests"),
         (("--gpus", "8xA100-80GB", "--speculation", "-1"), "--speculation must be 0 to"),
         (("--gpus", "8xA100-80GB", "--checkpoint", "nowhere"), "--checkpoint must be a directory"),
     ],
@@ -84,6 +84,41 @@ def test_bad_input_is_one_sentence_and_code_2(capsys, args, sentence):
     assert (code, caught.out) == (2, "")
     assert sentence in caught.err
     assert caught.err.count("\n") == 1
+
+
+def test_json_says_what_is_possible_where_nothing_fits(capsys):
+    code, caught = run(capsys, "--gpus", "2xA100-40GB", "--json")
+    assert code == 1
+    assert "Smallest sets that hold one context" in json.loads(caught.out)["instead"]
+    assert json.loads(run(capsys, "--gpus", "8xA100-80GB", "--json")[1].out)["instead"] == ""
+
+
+def test_json_has_columns_and_tile_efficiency_per_stage(capsys):
+    layouts = json.loads(run(capsys, "--gpus", "8xA100-80GB", "--json")[1].out)["layouts"]
+    found = {(tuple(x["tp_per_stage"]), x["dp"], x["ep"]): (x["expert_columns"], x["tile_efficiency"]) for x in layouts}
+    assert found[(8,), 1, 1] == ([320], [0.9])
+    assert found[(8,), 1, 8] == ([2304], [1.0])
+    assert found[(4, 4), 1, 1] == ([576, 576], [1.0, 1.0])
+    assert found[(2, 2, 4), 1, 1] == ([1152, 1152, 576], [1.0] * 3)
+
+
+def test_all_shows_every_layout_in_full(capsys):
+    code, caught = run(capsys, "--gpus", "8xA100-80GB", "--all")
+    assert code == 0
+    count = len(json.loads(run(capsys, "--gpus", "8xA100-80GB", "--json")[1].out)["layouts"])
+    for words in ("routed experts, FP4", "decoder replay ", "expert columns ", "prefill  ", "  KV cache ", "  cuts "):
+        assert caught.out.count(words) == count, words
+    assert caught.out.count("Command:\n") + caught.out.count("No command: ") == count
+    assert caught.out.startswith("8xA100-80GB, 1 host(s)")
+    assert f"\n{count}. " in caught.out
+    assert "does not fit; " in caught.out
+
+
+def test_smallest_sets_need_no_gpus(capsys):
+    code, caught = run(capsys, "--smallest", "--context", "128K")
+    assert code == 0
+    assert caught.out.startswith("Smallest sets that hold one context of 131,072 tokens:\n")
+    assert "xA100-80GB as " in caught.out
 
 
 def test_tp_and_context_narrow_the_plan(capsys):

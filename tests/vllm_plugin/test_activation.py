@@ -66,7 +66,16 @@ class Registry:
         self.models[architecture] = types.SimpleNamespace(module_name=module, class_name=name)
 
 
-def test_registering_three_times_registers_once(monkeypatch):
+@pytest.fixture
+def quantised(monkeypatch):
+    """A stand-in of the module that registers the quantisation; its calls."""
+    calls, module = [], types.ModuleType("deepinfer_sm80.vllm_plugin.quantization")
+    module.register = lambda: calls.append("registered")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return calls
+
+
+def test_registering_three_times_registers_once(monkeypatch, quantised):
     registry = Registry()
     fake = types.ModuleType("vllm")
     fake.ModelRegistry = registry
@@ -77,9 +86,10 @@ def test_registering_three_times_registers_once(monkeypatch):
         register()
     assert registry.calls == list(ARCHITECTURES)
     assert registry.models["DeepseekV41ForCausalLM"].module_name == "deepinfer_sm80.vllm_plugin.model"
+    assert set(quantised) == {"registered"}
 
 
-def test_it_takes_over_from_vllms_own_entry(monkeypatch):
+def test_it_takes_over_from_vllms_own_entry(monkeypatch, quantised):
     registry = Registry()
     registry.models["DeepseekV41ForCausalLM"] = types.SimpleNamespace(
         module_name="vllm.models.deepseek_v41", class_name="x"
@@ -91,6 +101,7 @@ def test_it_takes_over_from_vllms_own_entry(monkeypatch):
     monkeypatch.setattr(activation, "gpu_capability", lambda: (8, 6))
     register()
     assert registry.models["DeepseekV41ForCausalLM"].module_name == "deepinfer_sm80.vllm_plugin.refusal"
+    assert not quantised, "what refuses leaves the quantisation alone"
 
 
 def _child(queue):

@@ -57,6 +57,7 @@ def plugin(monkeypatch):
             "leave_out_vision_tower": lambda config: None,
             "refuse_image_inputs": lambda inputs: calls.append(inputs),
         },
+        f"{PLUGIN}.expert_padding": {"report_saved_memory": lambda model: calls.append(("reported", type(model)))},
         f"{PLUGIN}.expert_filter": {"left_out_on_this_rank": lambda config: lambda name: False},
         f"{PLUGIN}.kernels": {
             "start_warmup": lambda config: calls.append("warming up") or "warmup",
@@ -127,6 +128,14 @@ def test_the_draft_is_asked_for_its_own_configuration(plugin):
     built(module.DeepseekV41ForCausalLM)
     built(module.DSparkDeepseekV4ForCausalLM)
     assert [call for call in calls if "checked" in call] == [("checked", {}), ("checked", {"draft": True})]
+
+
+def test_both_models_report_what_their_experts_save(plugin):
+    module, calls = plugin
+    classes = (module.DeepseekV41ForCausalLM, module.DSparkDeepseekV4ForCausalLM)
+    for cls in classes:
+        built(cls)
+    assert [call for call in calls if "reported" in call] == [("reported", cls) for cls in classes]
 
 
 def test_what_the_loader_leaves_out_is_the_targets_only(plugin, monkeypatch):

@@ -39,7 +39,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--checkpoint", metavar="DIR", help="plan for this checkpoint's config.json (default: released)"
     )
-    parser.add_argument("--smallest", action="store_true", help="also the smallest sets of known cards that would do")
+    parser.add_argument(
+        "--smallest", action="store_true", help="the smallest sets of known cards that would do; --gpus may be left out"
+    )
+    parser.add_argument("--all", action="store_true", help="every layout in full, not the best alone")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--page", action="store_true", help="print docs/05_TOPOLOGY_1M_CONTEXT_ANALYSIS_SM80.md")
 
@@ -49,24 +52,28 @@ def run(args: argparse.Namespace) -> int:
     if args.page:
         print(page.page(), end="")
         return 0
-    if not args.gpus:
+    if not args.gpus and not args.smallest:
         raise PlanError(
             option="--gpus", allowed="a number and a card", found="nothing", remedy="For example: --gpus 8xA100-80GB."
         )
     found = weights(_config(args.checkpoint))
-    group = cluster(args.gpus, args.hosts, args.ram, args.link)
     setting = _setting(args, found.config)
+    if not args.gpus:
+        print(explain.smallest(smallest_sets(found, setting), setting))
+        return 0
+    group = cluster(args.gpus, args.hosts, args.ram, args.link)
     _check_tp(args.tp, group)
     rows = plan(found, group, setting, args.checkpoint or "deepseek-ai/DeepSeek-V4.1-Flash", args.tp)
     fits = any(row.fits for row in rows)
+    instead = "" if fits else _instead(found, group, setting)
     if args.json:
-        print(json.dumps(explain.as_json(rows, group, setting), indent=1))
-    else:
-        print(explain.text(rows, group, setting, found.config))
-        if not fits:
-            print("\n" + _instead(found, group, setting))
-        elif args.smallest:
-            print("\n" + explain.smallest(smallest_sets(found, setting), setting))
+        print(json.dumps({**explain.as_json(rows, group, setting, found.config), "instead": instead}, indent=1))
+        return 0 if fits else 1
+    print((explain.every if args.all else explain.text)(rows, group, setting, found.config))
+    if instead:
+        print("\n" + instead)
+    elif args.smallest:
+        print("\n" + explain.smallest(smallest_sets(found, setting), setting))
     return 0 if fits else 1
 
 
@@ -110,14 +117,12 @@ def _setting(args: argparse.Namespace, config: ModelConfig) -> Setting:
             found=f"{args.context} ({context:,} tokens)",
             remedy=f"Ask for --context {longest} or less.",
         )
-    for option, value, low, high in (
-        ("--streams", args.streams, 1, 1024),
-        ("--speculation", args.speculation, 0, MAX_SPECULATION),
+    for option, value, low, high, remedy in (
+        ("--streams", args.streams, 1, 1024, "Requests served at a time; 4 is the default."),
+        ("--speculation", args.speculation, 0, MAX_SPECULATION, "5 is the tested speculation."),
     ):
         if not low <= value <= high:
-            raise PlanError(
-                option=option, allowed=f"{low} to {high}", found=value, remedy="5 is the tested speculation."
-            )
+            raise PlanError(option=option, allowed=f"{low} to {high}", found=value, remedy=remedy)
     return Setting(context=context, streams=args.streams, speculation=args.speculation)
 
 

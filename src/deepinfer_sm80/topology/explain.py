@@ -36,21 +36,23 @@ COMPONENTS = (
 )
 
 
-def as_json(rows: Sequence[Row], cluster: Cluster, setting: Setting) -> dict[str, Any]:
+def as_json(rows: Sequence[Row], cluster: Cluster, setting: Setting, config: ModelConfig) -> dict[str, Any]:
     """The plan as JSON can hold it, best layout first. ``gib_per_rank``: one entry per rank of a replica; the key
-    ``engram_host`` (or ``engram_disk``) is host memory, every other key GPU memory."""
+    ``engram_host`` (or ``engram_disk``) is host memory, every other key GPU memory. ``expert_columns`` and
+    ``tile_efficiency``: one entry per stage, padding included, and the share of it that the model has."""
     return {
         "cluster": {"gpus": cluster.label, "hosts": cluster.hosts, "link": cluster.link.name},
         "context": setting.context,
         "streams": setting.streams,
         "speculation": setting.speculation,
         "gpu_memory_utilization": setting.utilisation,
-        "layouts": [_row_json(row) for row in rows],
+        "layouts": [_row_json(row, config) for row in rows],
     }
 
 
-def _row_json(row: Row) -> dict[str, Any]:
+def _row_json(row: Row, config: ModelConfig) -> dict[str, Any]:
     layout, kept, speed = row.layout, row.memory, row.estimate
+    held = [tile(width, config.hidden_size) for width in _widths(row, config)]
     per_rank = []
     for parts, tables, tp in zip(kept.gib, kept.tables, layout.tp_per_stage, strict=True):
         entry = {name: round(size, 3) for name, size in parts.items()}
@@ -74,6 +76,8 @@ def _row_json(row: Row) -> dict[str, Any]:
         "prefill_replay_off_tok_s": round(speed.replay_off, 1),
         "decode_ms": round(speed.decode_ms, 3),
         "decoder_replay": row.replay,
+        "expert_columns": [t.padded for t in held],
+        "tile_efficiency": [round(t.useful, 3) for t in held],
         "command": row.command,
         "command_with_replicas": row.with_replicas,
     }
@@ -82,12 +86,7 @@ def _row_json(row: Row) -> dict[str, Any]:
 def text(rows: Sequence[Row], cluster: Cluster, setting: Setting, config: ModelConfig) -> str:
     """The plan for a terminal: the answer, the best layout's memory, command and reckoning, then the others."""
     fitting = [row for row in rows if row.fits]
-    lines = [
-        f"{cluster.label}, {cluster.hosts} host(s), {cluster.link.name}; {setting.context:,} tokens of context, "
-        f"{setting.streams} streams, speculation {setting.speculation}, utilisation {setting.utilisation:g}",
-        "Speeds are estimates from a roofline; nothing here was measured on these GPUs.",
-        "",
-    ]
+    lines = _heading(cluster, setting)
     if not fitting:
         return "\n".join([*lines, *others(rows[:SHOWN], "The closest, and what stops each:")])
     best = fitting[0]
@@ -98,6 +97,25 @@ def text(rows: Sequence[Row], cluster: Cluster, setting: Setting, config: ModelC
     lines += others(fitting[1 : SHOWN + 1], "The next ones that fit:")
     rest = rows[len(fitting) :]
     return "\n".join([*lines, *(others(rest[:3], f"The first of {len(rest)} that do not fit:") if rest else [])])
+
+
+def every(rows: Sequence[Row], cluster: Cluster, setting: Setting, config: ModelConfig) -> str:
+    """Every layout in full, best first: verdict, figures, memory of a rank, command."""
+    lines = _heading(cluster, setting)
+    for number, row in enumerate(rows, 1):
+        verdict = "fits" if row.fits else "does not fit"
+        lines += [f"{number}. {row.layout.name}: {verdict}; {row.why}", *summary(row, setting, config)]
+        lines += [*memory_bars(row.memory), command_lines(row), ""]
+    return "\n".join([*lines, *(reckoning(rows[0], cluster, setting) if rows else [])])
+
+
+def _heading(cluster: Cluster, setting: Setting) -> list[str]:
+    return [
+        f"{cluster.label}, {cluster.hosts} host(s), {cluster.link.name}; {setting.context:,} tokens of context, "
+        f"{setting.streams} streams, speculation {setting.speculation}, utilisation {setting.utilisation:g}",
+        "Speeds are estimates from a roofline; nothing here was measured on these GPUs.",
+        "",
+    ]
 
 
 def summary(row: Row, setting: Setting, config: ModelConfig) -> list[str]:
@@ -123,15 +141,20 @@ def summary(row: Row, setting: Setting, config: ModelConfig) -> list[str]:
 
 def columns(row: Row, config: ModelConfig) -> str:
     """Expert columns per rank of each kind of stage, with the useful share after padding."""
-    inter, hidden = config.moe_intermediate_size, config.hidden_size
     if row.layout.ep > 1:
-        return f"whole experts, {inter} wide: no padding"
-    widths = sorted({inter // (tp * row.layout.dp) for tp in row.layout.tp_per_stage}, reverse=True)
-    found = [tile(width, hidden) for width in widths]
+        return f"whole experts, {config.moe_intermediate_size} wide: no padding"
+    found = [tile(width, config.hidden_size) for width in sorted(set(_widths(row, config)), reverse=True)]
     return "; ".join(
         f"{t.columns} held as {t.padded} ({t.useful:.0%} useful; vLLM alone {t.padded_stock}, {t.useful_stock:.0%})"
         for t in found
     )
+
+
+def _widths(row: Row, config: ModelConfig) -> list[int]:
+    """Expert columns of a rank of each stage before padding."""
+    layout = row.layout
+    shards = (1 if layout.ep > 1 else tp * layout.dp for tp in layout.tp_per_stage)
+    return [config.moe_intermediate_size // count for count in shards]
 
 
 def memory_bars(kept: Memory) -> list[str]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
+from deepinfer_sm80.topology.footprint import GIB
 from deepinfer_sm80.topology.layout import Layout, Setting, memory
 
 if TYPE_CHECKING:
     from deepinfer_sm80.topology.footprint import Weights
+    from deepinfer_sm80.topology.layout import Memory
 
 # One setting for every point. Batches in flight: one per stage, because 4,648,480 is int(39,814 blocks / 8,981 blocks
 # per request x 1,048,576), and 8,981 = 8,192 + 4 x (196 + 1) + 1 is what 3 x 2,048 tokens in flight reserve. Not a
@@ -33,10 +35,13 @@ class Capacity:
     rest: str
     readings: tuple[tuple[str, Layout, dict[str, int]], ...] = ()
 
+    def nearest(self, tokens: int) -> int:
+        """The number of the published range that is nearest to ``tokens``."""
+        return min(max(tokens, self.low), self.high)
+
     def deviation(self, tokens: int) -> float:
         """Relative distance of ``tokens`` from the published range, 0 inside it."""
-        near = min(max(tokens, self.low), self.high)
-        return tokens / near - 1
+        return tokens / self.nearest(tokens) - 1
 
 
 _PP6 = Layout((7, 7, 7, 7, 7, 5), (1,) * 6)
@@ -67,9 +72,13 @@ CAPACITIES: tuple[Capacity, ...] = (
         6_000_000,
         6_000_000,
         1_048_576,
-        "speculation and split, not stated: the draft takes 2.6 GiB of a TP4 rank and makes a block 152,064 B, eight "
-        "windows, instead of 138,240 B; the published figure lies between the two readings",
-        (("no speculation", _ASYMMETRIC, {"speculation": 0}),),
+        "speculation and context, not stated: the draft takes 2.5 GiB of a TP4 rank and makes a block 152,064 B, eight "
+        "windows, instead of 138,240 B; the rows that prefill gathers take 4 GiB at 1M and 1 GiB at 256K",
+        (
+            ("no speculation", _ASYMMETRIC, {"speculation": 0}),
+            ("context 131,072", _ASYMMETRIC, {"context": 131_072}),
+            ("context 262,144", _ASYMMETRIC, {"context": 262_144}),
+        ),
     ),
     Capacity(
         "eight 64-GB GPUs, PP8 at 0.95",
@@ -83,9 +92,35 @@ CAPACITIES: tuple[Capacity, ...] = (
 )
 
 
-def compare(found: Weights, point: Capacity) -> int:
-    """Tokens that the planner gives for ``point`` under ``SETTING``."""
-    return memory(found, point.layout, dataclasses.replace(SETTING, context=point.context), USABLE).tokens
+# Other assumptions, each applied to every point: what it changes of ``SETTING``.
+VARIANTS: tuple[tuple[str, dict[str, int | float | bool]], ...] = (
+    ("the setting above", {}),
+    ("asynchronous scheduling: PP + 1 batches in flight", {"async_scheduling": True}),
+    ("8,192 tokens per batch", {"batched_tokens": 8192}),
+    ("no speculation", {"speculation": 0}),
+    ("experts rounded to 128, as vLLM alone does", {"stock_rounding": True}),
+    ("nothing for graphs, CUDA context and NCCL", {"graphs": 0.0, "context_and_nccl": 0.0}),
+    ("utilisation 0.92, vLLM's default", {"utilisation": 0.92}),
+    ("context 262,144", {"context": 262_144}),
+    ("context 131,072", {"context": 131_072}),
+)
+
+
+def compare(found: Weights, point: Capacity, **changes: float | bool) -> int:
+    """Tokens that the planner gives for ``point`` under ``SETTING`` with ``changes``."""
+    return _planned(found, point, changes).tokens
+
+
+def gib_to_go(found: Weights, point: Capacity) -> float:
+    """GiB that the rank with the fewest blocks would have to have more, for its cache, to give what was published."""
+    kept = _planned(found, point, {})
+    stage, blocks = kept.short_stage, -(-point.nearest(kept.tokens) * kept.per_request // point.context)
+    return (blocks * kept.block_bytes[stage] - kept.kv_bytes[stage]) / GIB
+
+
+def _planned(found: Weights, point: Capacity, changes: dict[str, float | bool]) -> Memory:
+    setting = dataclasses.replace(SETTING, **{"context": point.context, **changes})  # type: ignore[arg-type]
+    return memory(found, point.layout, setting, USABLE)
 
 
 def other_readings(found: Weights, point: Capacity) -> list[tuple[str, int]]:

@@ -81,13 +81,18 @@ def activation_here() -> Activation:
 
 
 def register() -> None:
-    """Register the classes that ``activation_here`` names; repeated calls change nothing."""
+    """Register the classes that ``activation_here`` names and, to serve, the quantisation; repeated calls change
+    nothing."""
     activation = activation_here()
     _say_once(activation)
     if not activation.architectures:
         return
     from vllm import ModelRegistry
 
+    if activation.active:
+        from deepinfer_sm80.vllm_plugin.quantization import register as register_quantization
+
+        register_quantization()
     for architecture, target in activation.architectures.items():
         known = ModelRegistry.models.get(architecture)
         module, _, name = target.partition(":")

@@ -14,6 +14,7 @@ from vllm.multimodal import MULTIMODAL_REGISTRY
 
 from deepinfer_sm80 import __version__
 from deepinfer_sm80.vllm_plugin.expert_filter import left_out_on_this_rank
+from deepinfer_sm80.vllm_plugin.expert_padding import report_saved_memory
 from deepinfer_sm80.vllm_plugin.images import TextOnlyProcessingInfo, leave_out_vision_tower, refuse_image_inputs
 from deepinfer_sm80.vllm_plugin.kernels import finish_warmup, start_warmup
 from deepinfer_sm80.vllm_plugin.overrides import OVERRIDES, apply_overrides
@@ -53,6 +54,7 @@ class DeepseekV41ForCausalLM(vl_model.DeepseekV41ForCausalLM):
             installed_vllm(),
             len(OVERRIDES),
         )
+        report_saved_memory(self)
         self._warmup = start_warmup(vllm_config)
 
     def embed_multimodal(self, **kwargs: object) -> Any:
@@ -81,6 +83,7 @@ class DSparkDeepseekV4ForCausalLM(dspark.DSparkDeepseekV4ForCausalLM):
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         check_config(vllm_config, draft=True)
         super().__init__(vllm_config=vllm_config, prefix=prefix)
+        report_saved_memory(self)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """As the target's."""
