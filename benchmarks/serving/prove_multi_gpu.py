@@ -54,7 +54,7 @@ def run_stage(name: str, args: argparse.Namespace) -> int:
     environment = {**os.environ, **EVERYWHERE, **ENVIRONMENT.get(name, {})}
     if args.capability:
         environment["AMPERE_DISGUISE"] = args.capability
-    return run_process(__file__, name, args, environment)
+    return run_process(__file__, name, args, environment, checkpoint=args.model.name)
 
 
 def layout(name: str, model: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
@@ -134,8 +134,9 @@ def report(out: pathlib.Path) -> str:
         "# Several GPUs",
         "",
         "Written by `benchmarks/serving/prove_multi_gpu.py --report`; do not edit. Stock vLLM 0.33.0 with this plugin,",
-        "checkpoint `tiny`, every layer computed for every token. Log-probabilities of the same prompts against one",
-        "GPU, and greedy tokens, 64 for each of eight prompts; where they part, the gap between one GPU's two best.",
+        f"checkpoint `{machine.get('checkpoint', 'tiny')}`, every layer computed for every token. Log-probabilities of the",
+        "same prompts against one GPU, and greedy tokens, 64 for each of eight prompts; where they part, the gap between one",
+        "GPU's two best.",
         "",
         f"GPUs: two {machine.get('gpu')}, code for {machine.get('lowering')}; torch {machine.get('torch')}, "
         f"Triton {machine.get('triton')}.",
