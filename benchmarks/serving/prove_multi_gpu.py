@@ -134,9 +134,9 @@ def report(out: pathlib.Path) -> str:
         "# Several GPUs",
         "",
         "Written by `benchmarks/serving/prove_multi_gpu.py --report`; do not edit. Stock vLLM 0.33.0 with this plugin,",
-        f"checkpoint `{machine.get('checkpoint', 'tiny')}`, every layer computed for every token. Log-probabilities of the",
-        "same prompts against one GPU, and greedy tokens, 64 for each of eight prompts; where they part, the gap between one",
-        "GPU's two best.",
+        f"checkpoint `{machine.get('checkpoint', 'tiny')}`, every layer computed for every token. Log-probabilities of",
+        "the same prompts against one GPU, and greedy tokens, 64 for each of eight prompts; where they part, the gap",
+        "between one GPU's two best.",
         "",
         f"GPUs: two {machine.get('gpu')}, code for {machine.get('lowering')}; torch {machine.get('torch')}, "
         f"Triton {machine.get('triton')}.",
