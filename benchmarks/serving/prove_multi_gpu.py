@@ -5,8 +5,8 @@
     python3 benchmarks/serving/prove_multi_gpu.py --report --out DIR
 
 Every stage is a process that starts an engine, takes prompt log-probabilities and greedy tokens, and writes
-OUT/NAME.json; ``compare`` judges each layout against ``tp1``. --together starts them all at once, each with a fixed KV
-cache of 2 GiB. On GPUs that are not compute capability 8.x, --capability 8.0 and the test aid ``ampere_disguise``
+OUT/NAME.json; ``compare`` judges each layout against ``tp1``. --together starts the layouts at once, each with a fixed KV
+cache of 2 GiB; the times come after them, one after the other. On GPUs that are not compute capability 8.x, --capability 8.0 and the test aid ``ampere_disguise``
 (PYTHONPATH) are needed. NVLink multicast stays off: its users are switched off here, and the variables that forbid it
 are passed on as they are.
 """
@@ -19,12 +19,15 @@ import os
 import pathlib
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
 from running import failure, run_process  # noqa: E402  (found through the path above)
+
+if TYPE_CHECKING:
+    from deepinfer_sm80.model.config import ModelConfig
 
 DSPARK = {"method": "dspark", "num_speculative_tokens": 5}
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -35,7 +38,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2-dspark": {"tensor_parallel_size": 2, "speculative_config": DSPARK},
     "tp2-ring": {"tensor_parallel_size": 2, "disable_custom_all_reduce": True},
     "pp2": {"pipeline_parallel_size": 2},
+    "pp2-eager": {"pipeline_parallel_size": 2, "enforce_eager": True},
 }
+TIMED = {f"{name}-times": name for name in ("tp1", "tp2", "tp2-ep", "tp2-ring", "pp2")}  # alone, never together
+CARDS = {"NVIDIA H200": "H200:141GB:4800GB/s:989TFLOPS"}  # as the planner takes a card it does not know
+RANKS_PROMPT = 1500  # tokens of the prompt whose chosen rows and hand-overs every rank notes
 ENVIRONMENT = {"tp2-ring": {"NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}}
 EVERYWHERE = {
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
@@ -43,7 +50,7 @@ EVERYWHERE = {
     "VLLM_USE_NCCL_SYMM_MEM": "0",
     "NCCL_NVLS_ENABLE": "0",
 }
-STAGES = (*LAYOUTS, "compare")
+STAGES = (*LAYOUTS, *TIMED, "compare")
 MEAN = 0.01
 TIE = 2.0**-5  # one bfloat16 step of a logit between 4 and 8, where tiny's best ones lie
 VALUES = ("prompt_logprobs", "top")  # what ``compare`` needs and nobody reads: in OUT/NAME.values
@@ -51,7 +58,11 @@ VALUES = ("prompt_logprobs", "top")  # what ``compare`` needs and nobody reads: 
 
 def run_stage(name: str, args: argparse.Namespace) -> int:
     """Run one stage in a fresh process."""
-    environment = {**os.environ, **EVERYWHERE, **ENVIRONMENT.get(name, {})}
+    environment = {**os.environ, **EVERYWHERE, **ENVIRONMENT.get(TIMED.get(name, name), {})}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE), environment.get("PYTHONPATH")]))
+    environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # ranks.py asks the workers
+    if name in TIMED:
+        environment.pop("PROVE_SHARED_GPU", None)
     if args.capability:
         environment["AMPERE_DISGUISE"] = args.capability
     return run_process(__file__, name, args, environment, checkpoint=args.model.name)
@@ -62,8 +73,7 @@ def layout(name: str, model: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
     import stages
 
     options: dict[str, Any] = {"swa_bounded_replay": False, "enable_prefix_caching": False, **LAYOUTS[name]}
-    if name == "pp2":
-        os.environ["VLLM_PP_LAYER_PARTITION"] = ",".join(map(str, split(model)))
+    cut(options, model)
     engine = stages.Engine(model, **options)
     scored = engine.generate(engine.prompts[1:], 1, prompt_logprobs=0)
     prompt_logprobs = [
@@ -76,15 +86,80 @@ def layout(name: str, model: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
     steps = [
         [sorted((e.logprob for e in step.values()), reverse=True) for step in o.outputs[0].logprobs] for o in outputs
     ]
+    if options.get("enforce_eager"):
+        found |= asked_of_ranks(engine)
     return found | {"prompt_logprobs": prompt_logprobs, "tokens": stages.tokens_of(outputs), "top": steps}
+
+
+def asked_of_ranks(engine: Any) -> dict[str, Any]:
+    """Whether all ranks choose the same rows, and the bytes per token that a pipeline stage hands over."""
+    import ranks
+
+    prompt = next(ids for ids in engine.prompts if len(ids) == RANKS_PROMPT)
+    engine.llm.collective_rpc(ranks.watch)
+    engine.generate([prompt], 1)
+    answers = engine.llm.collective_rpc(ranks.noted)
+    differing = ranks.differing(answers)
+    if differing:
+        raise AssertionError(f"the ranks chose different rows in layers {', '.join(differing)}: {answers}")
+    layers = {layer for answer in answers for layer in answer["rows"]}
+    return {"ranks": len(answers), "layers_with_equal_rows": len(layers), "hop_bytes": ranks.per_token(answers)}
+
+
+def timed(name: str, model: pathlib.Path) -> dict[str, Any]:
+    """Step and chunk times of a layout, alone on its GPUs, with graphs and vLLM's defaults."""
+    import stages
+    import timing
+
+    options = dict(LAYOUTS[TIMED[name]])
+    cut(options, model)
+    engine = stages.Engine(model, compilation_config={"cudagraph_capture_sizes": list(timing.BATCHES)}, **options)
+    result = engine.result(**timing.times(engine))
+    card = CARDS.get(result["gpu"])
+    return result | ({"planned": planned(name, config_of(model), card)} if card else {})
+
+
+def cut(options: dict[str, Any], model: pathlib.Path) -> None:
+    """Tell vLLM where a pipeline is cut."""
+    if "pipeline_parallel_size" in options:
+        os.environ["VLLM_PP_LAYER_PARTITION"] = ",".join(map(str, split(model)))
+
+
+def planned(name: str, config: ModelConfig, gpu: str) -> dict[str, float]:
+    """What the planner expects of a timed layout on two cards ``gpu``: milliseconds of a decode step of one request and
+    of a chunk of a 64K prompt, and the bytes of a token that a hop carries."""
+    from deepinfer_sm80.topology.cluster import cluster
+    from deepinfer_sm80.topology.cuts import even_split
+    from deepinfer_sm80.topology.footprint import weights
+    from deepinfer_sm80.topology.layout import Layout, Setting
+    from deepinfer_sm80.topology.roofline import estimate, hop_bytes
+
+    options = LAYOUTS[TIMED[name]]
+    pp, tp = options.get("pipeline_parallel_size", 1), options.get("tensor_parallel_size", 1)
+    layers = even_split(config.num_hidden_layers, pp) if pp == 1 else split_of(config)
+    layout = Layout(layers, (tp,) * pp, ep=tp if options.get("enable_expert_parallel") else 1)
+    setting = Setting(context=2048, streams=1, speculation=0)
+    found = estimate(weights(config), layout, setting, cluster(f"2x{gpu}", link="nvlink"))
+    chunk = 1e3 * setting.batched_tokens / found.replay_off
+    return {"decode_ms_batch_1": found.decode_ms, "prefill_ms_2048": chunk, "hop_bytes": hop_bytes(config)}
 
 
 def split(model: pathlib.Path) -> tuple[int, ...]:
     """Layers of the two stages: cut where stock vLLM allows it, as near to the middle as that gets."""
+    return split_of(config_of(model))
+
+
+def config_of(model: pathlib.Path) -> ModelConfig:
+    """The configuration of the checkpoint in ``model``."""
     from deepinfer_sm80.model.config import ModelConfig
+
+    return ModelConfig.from_dict(json.loads((model / "config.json").read_text()))
+
+
+def split_of(config: ModelConfig) -> tuple[int, ...]:
+    """``split`` of a configuration."""
     from deepinfer_sm80.topology.cuts import legal_starts
 
-    config = ModelConfig.from_dict(json.loads((model / "config.json").read_text()))
     layers = config.num_hidden_layers
     start = min(legal_starts(config), key=lambda i: abs(2 * i - layers))
     return start, layers - start
@@ -155,14 +230,63 @@ def report(out: pathlib.Path) -> str:
         lines.append(
             f"| {name} | {verdict} | {run.get('facts', {}).get('boot_s', '')} | " + " | ".join(map(str, cells)) + " |"
         )
+    lines += _times(results) + _ranks(results)
     wrong = [f"`{name}`: {run['error'].splitlines()[-1]}." for name, run in results.items() if run.get("error")]
     lines += ["", *wrong] if wrong else []
     return "\n".join(lines) + "\n"
 
 
+def _times(results: dict[str, Any]) -> list[str]:
+    """The table of the timed layouts, what the planner expects beside what was measured."""
+    rows = {TIMED[name]: results[name] for name in TIMED if results.get(name, {}).get("ok")}
+    if not rows:
+        return []
+    lines = [
+        "",
+        "Each layout alone on its GPUs, with graphs. Planned: `deepinfer-sm80 plan`'s formulas for these cards and one",
+    ]
+    lines += ["request; its chunk is one of a 64K prompt. Milliseconds.", ""]
+    lines += ["| layout | decode, 1 request | planned | 8 requests | 64 requests | 2,048-token prompt | planned |"]
+    lines += ["|---|---|---|---|---|---|---|"]
+    for name, run in rows.items():
+        facts, plan = run["facts"], run.get("planned", {})
+        steps = [facts[f"decode_ms_batch_{batch}"] for batch in (1, 8, 64)]
+        cells = [steps[0], _rounded(plan.get("decode_ms_batch_1")), *steps[1:], facts["prefill_ms_2048"]]
+        cells.append(_rounded(plan.get("prefill_ms_2048")))
+        lines.append(f"| {name} | {' | '.join(map(str, cells))} |")
+    return lines
+
+
+def _ranks(results: dict[str, Any]) -> list[str]:
+    """What the eager layouts' ranks answered."""
+    lines = []
+    for name in LAYOUTS:
+        run = results.get(name, {})
+        if run.get("ok") and "layers_with_equal_rows" in run:
+            hops = (
+                f"; a hop carries {', '.join(f'{size:,.0f}' for size in run['hop_bytes'])} bytes a token"
+                if run["hop_bytes"]
+                else ""
+            )
+            lines += [
+                "",
+                f"`{name}`: {run['ranks']} ranks chose the same rows in {run['layers_with_equal_rows']} layers{hops}.",
+            ]
+    return lines
+
+
+def _rounded(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
 def inside(name: str, args: argparse.Namespace) -> None:
     try:
-        result = compare(args.out) if name == "compare" else layout(name, args.model, args.out)
+        if name == "compare":
+            result = compare(args.out)
+        elif name in TIMED:
+            result = timed(name, args.model)
+        else:
+            result = layout(name, args.model, args.out)
         result.setdefault("ok", True)
     except Exception:
         result = failure()
@@ -196,7 +320,8 @@ def main() -> int:
     if args.together:
         os.environ["PROVE_SHARED_GPU"] = "1"
     with ThreadPoolExecutor(len(LAYOUTS) if args.together else 1) as pool:
-        failed = sum(pool.map(lambda name: run_stage(name, args), [n for n in names if n != "compare"]))
+        failed = sum(pool.map(lambda name: run_stage(name, args), [n for n in names if n in LAYOUTS]))
+    failed += sum(run_stage(name, args) for name in names if name in TIMED)
     if "compare" in names:
         failed += run_stage("compare", args)
     return min(failed, 1)

@@ -1,12 +1,16 @@
 """The several-GPU proof: its comparison, its cut and its page, on a CPU and without vLLM."""
 
+import importlib
 import importlib.util
 import json
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from deepinfer_sm80.model.config import preset
+from deepinfer_sm80.topology.roofline import hop_bytes
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks/serving/prove_multi_gpu.py"
@@ -62,3 +66,75 @@ def test_a_layout_that_differs_fails(proof, tmp_path, logprobs, tokens):
 def test_the_pipeline_is_cut_where_stock_vllm_allows_it(proof, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(preset("tiny").to_config_json()))
     assert proof.split(tmp_path) == (4, 4)
+
+
+@pytest.fixture
+def ranks(proof):
+    return importlib.import_module("ranks")
+
+
+def test_rows_of_ranks_are_compared_layer_by_layer(ranks):
+    one = {"rank": 0, "rows": {"2": "a", "10": "b"}, "sent": []}
+    assert ranks.differing([one, {"rank": 1, "rows": {"2": "a", "10": "b"}, "sent": []}]) == []
+    assert ranks.differing([one, {"rank": 1, "rows": {"2": "c", "10": "d", "4": "e"}, "sent": []}]) == ["2", "10"]
+
+
+def test_bytes_of_a_hop_are_those_the_planner_states(ranks):
+    """The streams in bfloat16 and their pre-mix in float32, as vLLM hands them over."""
+    config = preset("layer")
+    watched = ranks.Watched(recorder=None)
+    for tokens in (1500, 1):
+        streams = torch.zeros(tokens, config.hc_mult, config.hidden_size, dtype=torch.bfloat16)
+        watched.note({"hidden_states": streams, "pre_mix": torch.zeros(tokens, config.hc_mult), "name": "x"})
+    first = {"rank": 0, "rows": {}, "sent": watched.sent}
+    assert ranks.per_token([first, {"rank": 1, "rows": {}, "sent": []}]) == [hop_bytes(config)] == [40_976]
+
+
+def test_ranks_that_choose_otherwise_fail_the_layout(proof, ranks):
+    answers = [{"rank": r, "rows": {"2": digest}, "sent": []} for r, digest in enumerate("ab")]
+
+    class Engine:
+        prompts = ([1], [2] * proof.RANKS_PROMPT)
+
+        def __init__(self):
+            self.llm, self.asked = self, []
+
+        def collective_rpc(self, what):
+            self.asked.append(what)
+            return answers
+
+        def generate(self, prompts, tokens):
+            assert [len(p) for p in prompts] == [proof.RANKS_PROMPT]
+
+    with pytest.raises(AssertionError, match="different rows in layers 2"):
+        proof.asked_of_ranks(Engine())
+    answers[1]["rows"] = {"2": "a"}
+    engine = Engine()
+    assert proof.asked_of_ranks(engine) == {"ranks": 2, "layers_with_equal_rows": 1, "hop_bytes": []}
+    assert engine.asked == [ranks.watch, ranks.noted]
+
+
+def test_times_stand_beside_the_planner(proof, tmp_path):
+    config = preset("layer")
+    plan = proof.planned("pp2-times", config, proof.CARDS["NVIDIA H200"])
+    alone = proof.planned("tp1-times", config, proof.CARDS["NVIDIA H200"])
+    assert plan["decode_ms_batch_1"] > alone["decode_ms_batch_1"] > 0, "a hop costs"
+    assert proof.planned("tp2-times", config, proof.CARDS["NVIDIA H200"])["prefill_ms_2048"] < alone["prefill_ms_2048"]
+    facts = {"decode_ms_batch_1": 4.1, "decode_ms_batch_8": 5.2, "decode_ms_batch_64": 9.9, "prefill_ms_2048": 50.5}
+    write(tmp_path, "tp2-times", {"ok": True, "facts": facts, "planned": {"decode_ms_batch_1": 1.234}})
+    watched = {"ranks": 2, "layers_with_equal_rows": 4, "hop_bytes": [40976.0]}
+    write(tmp_path, "pp2-eager", {"ok": True, "facts": {}} | watched)
+    page = proof.report(tmp_path)
+    assert "| tp2 | 4.1 | 1.23 | 5.2 | 9.9 | 50.5 |  |" in page
+    assert "`pp2-eager`: 2 ranks chose the same rows in 4 layers; a hop carries 40,976 bytes a token." in page
+
+
+def test_times_are_taken_alone_after_the_layouts(proof, monkeypatch, tmp_path):
+    ran = []
+    monkeypatch.setattr(proof, "run_stage", lambda name, args: ran.append(name) or 0)
+    monkeypatch.setattr(proof.os, "environ", dict(proof.os.environ))
+    monkeypatch.setattr(sys, "argv", ["prove_multi_gpu.py", "--out", str(tmp_path), "--together"])
+    assert proof.main() == 0
+    layouts = len(proof.LAYOUTS)
+    assert set(ran[:layouts]) == set(proof.LAYOUTS)
+    assert ran[layouts:] == [*proof.TIMED, "compare"]

@@ -79,8 +79,13 @@ def _layer_collectives(layout: Layout, cluster: Cluster, stage: int, size: float
     return _reduce(size, tp, link) + _reduce(size * layout.dp, tp * layout.dp, wide)
 
 
+def hop_bytes(config: ModelConfig) -> int:
+    """Bytes of a token that one pipeline stage hands to the next: the streams in bfloat16, their pre-mix in float32."""
+    return config.hc_mult * (config.hidden_size * 2 + 4)
+
+
 def _hop(config: ModelConfig, rows: float, links_: list[Link]) -> float:
-    size = rows * config.hc_mult * (config.hidden_size * 2 + 4)
+    size = rows * hop_bytes(config)
     return max((link.latency * 1e-6 + size / (link.rate * 1e9) for link in links_), default=0.0)
 
 
