@@ -5,10 +5,10 @@
     python3 benchmarks/serving/prove_multi_gpu.py --report --out DIR
 
 Every stage is a process that starts an engine, takes prompt log-probabilities and greedy tokens, and writes
-OUT/NAME.json; ``compare`` judges each layout against ``tp1``. --together starts the layouts at once, each with a fixed KV
-cache of 2 GiB; the times come after them, one after the other. On GPUs that are not compute capability 8.x, --capability 8.0 and the test aid ``ampere_disguise``
-(PYTHONPATH) are needed. NVLink multicast stays off: its users are switched off here, and the variables that forbid it
-are passed on as they are.
+OUT/NAME.json; ``compare`` judges each layout against ``tp1``. --together starts the layouts at once, each with a
+fixed KV cache of 2 GiB; the times come after them, one after the other. On GPUs that are not compute capability 8.x,
+--capability 8.0 and the test aid ``ampere_disguise`` (PYTHONPATH) are needed. NVLink multicast stays off: its users
+are switched off here, and the variables that forbid it are passed on as they are.
 """
 
 from __future__ import annotations
