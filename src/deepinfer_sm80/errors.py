@@ -50,7 +50,7 @@ class CheckpointError(DeepInferError, RuntimeError):
 class MissingPackageError(DeepInferError, ImportError):
     template = (
         "The Python package {package} is needed for this and cannot be imported. "
-        "Install it with: pip install 'deepinfer-sm80[checkpoint]'."
+        "Install it with: pip install {package}. The versions that the tests use are in the project's pyproject.toml."
     )
 
 

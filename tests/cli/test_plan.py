@@ -151,3 +151,11 @@ def test_under_two_seconds_without_torch_or_numpy():
     # the processor's time: a shared machine may take longer by the clock
     used = after.children_user + after.children_system - before.children_user - before.children_system
     assert used < 2
+
+
+@pytest.mark.parametrize(("gpus", "context", "warned"), [("16xRTX3090", "163840", True), ("8xA100-80GB", "1M", False)])
+def test_a_pipeline_is_printed_with_what_is_known_of_it(capsys, gpus, context, warned):
+    main(["plan", "--gpus", gpus, "--context", context])
+    out = capsys.readouterr().out
+    assert "Command:\n  " in out
+    assert ("Pipeline stages do not run with this plugin yet" in out) is warned

