@@ -32,6 +32,7 @@ RESOURCES = HERE.parent / "docs/resources.md"
 LEAST_S = 30  # a job with less time than that is not begun
 BEFORE_END_S = 25  # a microbenchmark is told to begin nothing so long before its end
 TAIL = 12
+RUNNING = set()  # processes that lead a group of their own
 
 
 class Job:
@@ -90,12 +91,14 @@ def run(job, seconds, logs, environment):
         process = subprocess.Popen(
             job.command(seconds), stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
         )
+        RUNNING.add(process)
         try:
             return process.wait(seconds)
         except subprocess.TimeoutExpired:
             return -9
         finally:
             end_group(process)
+            RUNNING.discard(process)
 
 
 def end_group(process):
@@ -126,6 +129,13 @@ def conclude(args, ended):
     return 0 if ended and all(code == 0 for code in ended.values()) else 1
 
 
+def give_up(number, frame):
+    """SIGTERM: end what was started, then this process."""
+    for process in list(RUNNING):
+        end_group(process)
+    sys.exit(128 + number)
+
+
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=560, help="for everything; default %(default)s")
@@ -135,6 +145,7 @@ def main(argv=None):
     parser.add_argument("--logs", type=Path, default=Path("logs"))
     parser.add_argument("--gpus", type=int, choices=(1, 2), help="default: two if there are")
     args = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, give_up)
     end = time.monotonic() + args.seconds
     gpu = hardware.current_gpu()
     if gpu is None:

@@ -127,6 +127,8 @@ def main() -> int:
     args = parser.parse_args()
     if args.table and not args.states:
         parser.error("--table reads the states of every pass: name their folder with --states DIR")
+    if args.table and not args.table.resolve().parent.is_dir():
+        parser.error(f"--table {args.table}: its folder does not exist")
 
     config = preset(args.preset)
     tokenizer = Tokenizer.from_str(tokenizer_files(config)["tokenizer.json"])
@@ -182,6 +184,10 @@ def main() -> int:
         facts = {"preset": args.preset, "lengths": args.lengths, "device": where, **dataclasses.asdict(table)}
         args.table.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
         print(f"complete {table.complete:.4f}", *table.changes, sep="\n")
+        weak = [change.what for change in table.changes[1:] if change.mean > -SENSITIVITY]
+        if weak:
+            print(f"not noticed: {', '.join(weak)}")
+            return 1
     return 0
 
 

@@ -38,7 +38,7 @@ ROUNDS = 20  # of timing, each with another routing
 QUANTISATION = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 32]}
 ENGINE_WIDTH = 320
 MEAN = 0.01  # as between one and two GPUs: the same arithmetic, summed in another order
-TIE = 2.0**-5  # one bfloat16 step of a logit between 4 and 8
+TIE = 2.0**-5  # nats: what both arms may take for equally good; four times the mean noise of a log-probability
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 

@@ -52,7 +52,7 @@ EVERYWHERE = {
 }
 STAGES = (*LAYOUTS, *TIMED, "compare")
 MEAN = 0.01
-TIE = 2.0**-5  # one bfloat16 step of a logit between 4 and 8, where tiny's best ones lie
+TIE = 2.0**-5  # nats: what both arms may take for equally good; four times the mean noise of a log-probability
 VALUES = ("prompt_logprobs", "top")  # what ``compare`` needs and nobody reads: in OUT/NAME.values
 
 
@@ -87,13 +87,16 @@ def layout(name: str, model: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
         [sorted((e.logprob for e in step.values()), reverse=True) for step in o.outputs[0].logprobs] for o in outputs
     ]
     if options.get("enforce_eager"):
-        found |= asked_of_ranks(engine)
+        found |= asked_of_ranks(engine, config_of(model), options.get("pipeline_parallel_size", 1) > 1)
     return found | {"prompt_logprobs": prompt_logprobs, "tokens": stages.tokens_of(outputs), "top": steps}
 
 
-def asked_of_ranks(engine: Any) -> dict[str, Any]:
-    """Whether all ranks choose the same rows, and the bytes per token that a pipeline stage hands over."""
+def asked_of_ranks(engine: Any, config: ModelConfig, pipeline: bool) -> dict[str, Any]:
+    """Whether all ranks choose the same rows, and the bytes per token that a pipeline stage hands over. Raises
+    AssertionError for rows that differ, for bytes that are not the planner's, and where nothing was noted."""
     import ranks
+
+    from deepinfer_sm80.topology.roofline import hop_bytes
 
     prompt = next(ids for ids in engine.prompts if len(ids) == RANKS_PROMPT)
     engine.llm.collective_rpc(ranks.watch)
@@ -102,8 +105,14 @@ def asked_of_ranks(engine: Any) -> dict[str, Any]:
     differing = ranks.differing(answers)
     if differing:
         raise AssertionError(f"the ranks chose different rows in layers {', '.join(differing)}: {answers}")
-    layers = {layer for answer in answers for layer in answer["rows"]}
-    return {"ranks": len(answers), "layers_with_equal_rows": len(layers), "hop_bytes": ranks.per_token(answers)}
+    lacking = ranks.missing(answers, config.index_source_layer_ids, pipeline)
+    if lacking:
+        raise AssertionError(f"the ranks did not note everything: {lacking}")
+    hops = ranks.per_token(answers)
+    if any(size != hop_bytes(config) for size in hops):
+        raise AssertionError(f"a hop carries {hops} bytes a token, the planner says {hop_bytes(config)}")
+    layers = len(config.index_source_layer_ids)
+    return {"ranks": len(answers), "hop_bytes": hops} | ({} if pipeline else {"layers_with_equal_rows": layers})
 
 
 def timed(name: str, model: pathlib.Path) -> dict[str, Any]:
@@ -197,6 +206,7 @@ def compare(out: pathlib.Path) -> dict[str, Any]:
         }
         ok &= rows[name]["mean"] <= MEAN and max(margins, default=0.0) <= TIE
     facts = {name: f"mean {row['mean']}" for name, row in rows.items()}
+    ok &= bool(rows)
     return {"ok": ok, "facts": facts, "rows": rows, "allowed": {"mean": MEAN, "gap": TIE}}
 
 
@@ -262,16 +272,14 @@ def _ranks(results: dict[str, Any]) -> list[str]:
     lines = []
     for name in LAYOUTS:
         run = results.get(name, {})
-        if run.get("ok") and "layers_with_equal_rows" in run:
-            hops = (
-                f"; a hop carries {', '.join(f'{size:,.0f}' for size in run['hop_bytes'])} bytes a token"
-                if run["hop_bytes"]
-                else ""
-            )
-            lines += [
-                "",
-                f"`{name}`: {run['ranks']} ranks chose the same rows in {run['layers_with_equal_rows']} layers{hops}.",
-            ]
+        if not run.get("ok") or "hop_bytes" not in run:
+            continue
+        if "layers_with_equal_rows" in run:
+            rows = run["layers_with_equal_rows"]
+            lines += ["", f"`{name}`: {run['ranks']} ranks chose the same rows in {rows} index source layers."]
+        if run["hop_bytes"]:
+            sizes = ", ".join(f"{size:,.0f}" for size in run["hop_bytes"])
+            lines += ["", f"`{name}`: a hop carries {sizes} bytes a token, as the planner says."]
     return lines
 
 

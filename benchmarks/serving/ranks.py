@@ -62,6 +62,16 @@ def noted(worker: Any) -> dict[str, Any]:
     return {"rank": worker.rank, "rows": digests, "sent": watched.sent}
 
 
+def missing(ranks: list[dict[str, Any]], layers: tuple[int, ...], pipeline: bool) -> str:
+    """What the answers lack: every one of ``layers`` noted, by every rank, in a pipeline by one; "" if nothing."""
+    wanted = 1 if pipeline else len(ranks)
+    seen = {layer: sum(str(layer) in rank["rows"] for rank in ranks) for layer in layers}
+    wrong = [f"layer {layer} by {count} instead of {wanted}" for layer, count in seen.items() if count != wanted]
+    if pipeline and not any(rank["sent"] for rank in ranks):
+        wrong.append("no hand-over between stages")
+    return ", ".join(wrong)
+
+
 def differing(ranks: list[dict[str, Any]]) -> list[str]:
     """Layers whose chosen rows are not the same on all ranks that hold the layer."""
     seen: dict[str, set[str]] = {}

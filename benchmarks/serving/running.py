@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -45,7 +44,7 @@ def run_process(script: str, name: str, args: argparse.Namespace, environment: M
     if ready and "facts" in result:
         result["facts"] |= {"our_kernels": int(ready[1]), "ready_s": float(ready[2])}
     result |= {"wall_s": round(time.time() - start, 1), "commit": args.commit, **facts}
-    result["shared_gpu"] = "PROVE_SHARED_GPU" in os.environ
+    result["shared_gpu"] = "PROVE_SHARED_GPU" in environment
     path.write_text(json.dumps(result, indent=1))
     print(f"{name}: {'ok' if result['ok'] else 'FAILED'} in {result['wall_s']} s  {summary(result)}", flush=True)
     if not result["ok"]:

@@ -110,10 +110,34 @@ def test_another_prompt_fails(stages):
     assert not stages.judge([run_of([4], prompt=(2,))], [run_of([4], prompt=(1,))])["ok"]
 
 
+def results(out, http=True):
+    """As running.py leaves them."""
+    for name, ok in (("http", http), ("in-process", True)):
+        (out / f"{name}.json").write_text(json.dumps({"ok": ok}))
+
+
+def test_values_of_a_stage_that_failed_are_not_compared(stages, tmp_path):
+    """They are of the run before."""
+    for name in ("http", "in-process"):
+        (tmp_path / f"{name}.values").write_text(json.dumps({kind: [run_of([4, 5])] for kind in stages.KINDS}))
+    results(tmp_path, http=False)
+    with pytest.raises(AssertionError, match="http failed"):
+        stages.http_compare(Path("tiny"), tmp_path)
+
+
+def test_the_same_tokens_with_other_log_probabilities_fail(stages):
+    moved = run_of([4, 5])
+    moved["logprobs"] = [-1.0, -1.06]
+    found = stages.judge([moved], [run_of([4, 5])])
+    assert (found["ok"], found["same"], found["mean_logprob_difference"]) == (False, 1, 0.03)
+    assert not stages.judge([], [])["ok"]
+
+
 def test_the_comparison_reads_what_the_stages_saved(stages, tmp_path):
     values = {kind: [run_of([4, 5])] for kind in stages.KINDS}
     (tmp_path / "in-process.values").write_text(json.dumps(values))
     (tmp_path / "http.values").write_text(json.dumps({**values, "chat": [run_of([4, 9])]}))
+    results(tmp_path)
     found = stages.http_compare(Path("tiny"), tmp_path)
     assert found["ok"] is False
     assert found["facts"] == {
@@ -189,6 +213,7 @@ def test_the_three_stages_one_after_the_other(stages, tmp_path, monkeypatch):
         list(stages.ask.FLAGS),
         openai.__version__,
     )
+    results(tmp_path)
     compared = stages.http_compare(tmp_path, tmp_path)
     assert compared["ok"], compared
     assert compared["facts"]["together"] == "8 of 8 the same"

@@ -106,7 +106,7 @@ def test_kernels_are_ready_in_time(monkeypatch, tmp_path, took, ok):
 
     def run(command, env, **options):
         caches.append(env["TRITON_CACHE_DIR"])
-        return types.SimpleNamespace(stderr=f"a warning\n40 {next(answers)} 16\n")
+        return types.SimpleNamespace(returncode=0, stderr=f"a warning\n40 {next(answers)} 16\n")
 
     monkeypatch.setattr(stages.subprocess, "run", run)
     monkeypatch.setattr(stages, "facts_of_machine", dict)

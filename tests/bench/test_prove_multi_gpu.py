@@ -4,6 +4,7 @@ import importlib
 import importlib.util
 import json
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -106,12 +107,37 @@ def test_ranks_that_choose_otherwise_fail_the_layout(proof, ranks):
         def generate(self, prompts, tokens):
             assert [len(p) for p in prompts] == [proof.RANKS_PROMPT]
 
+    config = types.SimpleNamespace(index_source_layer_ids=(2,), hc_mult=4, hidden_size=5120)
     with pytest.raises(AssertionError, match="different rows in layers 2"):
-        proof.asked_of_ranks(Engine())
+        proof.asked_of_ranks(Engine(), config, pipeline=False)
     answers[1]["rows"] = {"2": "a"}
     engine = Engine()
-    assert proof.asked_of_ranks(engine) == {"ranks": 2, "layers_with_equal_rows": 1, "hop_bytes": []}
+    found = proof.asked_of_ranks(engine, config, pipeline=False)
+    assert found == {"ranks": 2, "layers_with_equal_rows": 1, "hop_bytes": []}
     assert engine.asked == [ranks.watch, ranks.noted]
+
+
+@pytest.mark.parametrize(
+    ("rows", "sent", "pipeline", "problem"),
+    [
+        (({}, {}), ([], []), False, "layer 2 by 0 instead of 2"),
+        (({"2": "a"}, {}), ([], []), False, "layer 2 by 1 instead of 2"),
+        (({"2": "a"}, {}), ([], []), True, "no hand-over"),
+        (({"2": "a"}, {}), ([(10, 10 * 41_000)], []), True, "the planner says 40976"),
+    ],
+)
+def test_ranks_that_noted_too_little_fail_the_layout(proof, rows, sent, pipeline, problem):
+    answers = [{"rank": r, "rows": rows[r], "sent": sent[r]} for r in (0, 1)]
+    engine = types.SimpleNamespace(prompts=([2] * proof.RANKS_PROMPT,), generate=lambda prompts, tokens: None)
+    engine.llm = types.SimpleNamespace(collective_rpc=lambda what: answers)
+    config = types.SimpleNamespace(index_source_layer_ids=(2,), hc_mult=4, hidden_size=5120)
+    with pytest.raises(AssertionError, match=problem):
+        proof.asked_of_ranks(engine, config, pipeline)
+
+
+def test_nothing_compared_is_no_success(proof, tmp_path):
+    (tmp_path / "tp1.json").write_text(json.dumps({"ok": False}))
+    assert proof.compare(tmp_path)["ok"] is False
 
 
 def test_times_stand_beside_the_planner(proof, tmp_path):
@@ -122,11 +148,13 @@ def test_times_stand_beside_the_planner(proof, tmp_path):
     assert proof.planned("tp2-times", config, proof.CARDS["NVIDIA H200"])["prefill_ms_2048"] < alone["prefill_ms_2048"]
     facts = {"decode_ms_batch_1": 4.1, "decode_ms_batch_8": 5.2, "decode_ms_batch_64": 9.9, "prefill_ms_2048": 50.5}
     write(tmp_path, "tp2-times", {"ok": True, "facts": facts, "planned": {"decode_ms_batch_1": 1.234}})
-    watched = {"ranks": 2, "layers_with_equal_rows": 4, "hop_bytes": [40976.0]}
-    write(tmp_path, "pp2-eager", {"ok": True, "facts": {}} | watched)
+    write(tmp_path, "pp2-eager", {"ok": True, "facts": {}, "ranks": 2, "hop_bytes": [40976.0]})
+    watched = {"ranks": 2, "layers_with_equal_rows": 4, "hop_bytes": []}
+    write(tmp_path, "tp2-eager", {"ok": True, "facts": {}} | watched)
     page = proof.report(tmp_path)
     assert "| tp2 | 4.1 | 1.23 | 5.2 | 9.9 | 50.5 |  |" in page
-    assert "`pp2-eager`: 2 ranks chose the same rows in 4 layers; a hop carries 40,976 bytes a token." in page
+    assert "`tp2-eager`: 2 ranks chose the same rows in 4 index source layers." in page
+    assert "`pp2-eager`: a hop carries 40,976 bytes a token, as the planner says." in page
 
 
 def test_times_are_taken_alone_after_the_layouts(proof, monkeypatch, tmp_path):

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from deepinfer_sm80.bench import rows
+from deepinfer_sm80.model.config import preset
 
 ROOT = Path(__file__).parents[2]
 SERVING = ROOT / "benchmarks/serving"
@@ -140,7 +141,7 @@ def run_arm(module, engine, tmp_path, monkeypatch, arm="kernels"):
     monkeypatch.setitem(sys.modules, "stages", stages)
     monkeypatch.setattr(module.step_profile.GraphModes, "install", lambda self: None)
     (tmp_path / "toy").mkdir(exist_ok=True)
-    (tmp_path / "toy/config.json").write_text('{"num_hidden_layers": 4}')
+    (tmp_path / "toy/config.json").write_text(json.dumps(preset("tiny").to_config_json()))
     arguments = ["--model", str(tmp_path / "toy"), "--results", str(tmp_path), "--commit", "abc", "--batch", "2"]
     given = {}
 
@@ -158,15 +159,15 @@ def test_rows_are_written_as_they_come_and_the_page_shows_the_latest(profile, en
     run_arm(module, engine, tmp_path, monkeypatch)
     found = run_arm(module, engine, tmp_path, monkeypatch)
     assert [row["step"] for row in found] == ["decode-2", "prefill-2048"]
-    assert found[0]["launches_per_layer"] == 0.5
+    assert found[0]["launches_per_layer"] == 0.25
     written = [json.loads(line) for line in (tmp_path / "nvidia-test-9000/step.jsonl").read_text().splitlines()]
     assert written == [*written[:2], *json.loads(json.dumps(found))]
     measured = rows.latest(rows.read_all(tmp_path, rows.STEPS), rows.STEP_IDENTITY)
     assert measured == written[2:]
     assert rows.summarise(tmp_path, ROOT / "docs/resources.md")["steps"] == measured
     page = module.page(measured)
-    assert "## NVIDIA Test 9000, checkpoint `toy` (4 layers)" in page
-    assert "| decode-2 | 1024 | kernels | sm80 | 1.00 | 0.04 | 2 | 0.5 | unknown |" in page
+    assert "## NVIDIA Test 9000, checkpoint `toy` (8 layers)" in page
+    assert "| decode-2 | 1024 | kernels | sm80 | 1.00 | 0.04 | 2 | 0.2 | unknown |" in page
     assert "| sparse_mla_decode | 75.0% | 75.0% |" in page
 
 

@@ -158,7 +158,7 @@ def served(monkeypatch, parts, tmp_path):
 def test_the_checkpoint_is_served_and_asked(served, capsys):
     assert served() == 0
     out = capsys.readouterr().out
-    assert "/v1/completions: 16 tokens, log-probabilities -1.01 to -1.00" in out
+    assert "/v1/completions: 16 tokens, log-probabilities -1.00 to -1.00" in out
     assert "/v1/chat/completions: 16 tokens" in out
 
 

@@ -155,7 +155,7 @@ def test_under_two_seconds_without_torch_or_numpy():
 
 @pytest.mark.parametrize(("gpus", "context", "warned"), [("16xRTX3090", "163840", True), ("8xA100-80GB", "1M", False)])
 def test_a_pipeline_is_printed_with_what_is_known_of_it(capsys, gpus, context, warned):
-    main(["plan", "--gpus", gpus, "--context", context])
+    cli.main(["plan", "--gpus", gpus, "--context", context])
     out = capsys.readouterr().out
     assert "Command:\n  " in out
     assert ("Pipeline stages do not run with this plugin yet" in out) is warned

@@ -1,6 +1,7 @@
 """A server that is started, watched and ended: what becomes of one that never answers, and of what it started."""
 
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -57,3 +58,28 @@ def test_an_error_inside_the_block_ends_it(tmp_path):
     with pytest.raises(ZeroDivisionError):
         fail()
     assert server.process.poll() is not None
+
+
+def test_a_server_ends_with_the_process_that_started_it_even_if_that_is_killed(tmp_path):
+    """As when a stage is stopped at its time limit."""
+    parent = tmp_path / "parent.py"
+    parent.write_text(
+        "import pathlib, sys\n"
+        "from deepinfer_sm80.testing.served import Server\n"
+        f"command = (sys.executable, {str(FAKE)!r})\n"
+        f"with Server(pathlib.Path('tiny'), pathlib.Path({str(tmp_path / 'log')!r}), command=command) as server:\n"
+        "    print(server.process.pid, flush=True)\n"
+        "    sys.stdin.read()\n"
+    )
+    started = subprocess.Popen([sys.executable, str(parent)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    server = int(started.stdout.readline())
+    started.kill()
+    started.wait()
+    for _ in range(100):
+        state = Path(f"/proc/{server}/stat")
+        if not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z":
+            break
+        time.sleep(0.1)
+    else:
+        os.kill(server, 9)
+        pytest.fail("the server was still there ten seconds later")

@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         print("\n5. The checkpoint behind vllm serve")
         _print_served(directory, sentence, possible and device == "cuda")
         print(
-            "\n6. Every operator: the loosest bound that it kept above, and the most that its kernels need on an Ampere SM"
+            "\n6. Every operator: the loosest bound it kept above, and the most that its kernels need on an Ampere SM"
         )
         if not compiled.done():
             print("   (waiting for the compiler)", flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import socket
@@ -25,6 +26,14 @@ SHOWN = 40  # last lines of the log in an error
 SILENCE = 15.0  # seconds without a line of progress
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 """Opens URLs of this machine: a proxy of the environment is for others."""
+
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def _end_with_parent() -> None:
+    """In the new process: SIGTERM when the parent ends, however it does."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 class Server:
@@ -54,7 +63,12 @@ class Server:
         start = said = time.monotonic()
         with self.log.open("w", encoding="utf-8") as log:
             self.process = subprocess.Popen(
-                self.command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+                self.command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+                preexec_fn=_end_with_parent,  # a parent that is killed cannot stop it
             )
         try:
             while not self._healthy():
