@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from limits import MEAN
+
 if TYPE_CHECKING:
     import pathlib
 
@@ -19,7 +21,6 @@ if TYPE_CHECKING:
     from deepinfer_sm80.model.forward import TextModel
 
 ARMS = ("plugin", "stock")
-MEAN = 0.01  # of |difference|, both sides choosing freely
 WORST = 0.1  # |difference| of any token, the specification going on with the arm's choices
 ERRORS = 4  # standard errors of a mean log-probability that rounding may move it
 

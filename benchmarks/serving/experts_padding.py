@@ -18,6 +18,7 @@ import statistics
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from limits import MEAN, TIE
 from running import failure
 
 if TYPE_CHECKING:
@@ -37,8 +38,6 @@ TIMED = (64, 1000)
 ROUNDS = 20  # of timing, each with another routing
 QUANTISATION = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 32]}
 ENGINE_WIDTH = 320
-MEAN = 0.01  # as between one and two GPUs: the same arithmetic, summed in another order
-TIE = 2.0**-5  # nats: what both arms may take for equally good; four times the mean noise of a log-probability
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import http_requests as ask
+from limits import TIE
 
 from deepinfer_sm80.testing.served import Server
 
@@ -120,8 +121,6 @@ def judge(served: list[dict[str, Any]], here: list[dict[str, Any]]) -> dict[str,
     ``ok``: no gap is wider than TIE, log-probabilities up to there differ by LOGPROB or less on average, prompts are
     the same, and nothing is missing. A token outside the in-process run's best TOP counts as a gap of 99.
     """
-    from prove_multi_gpu import TIE
-
     same, gaps, moved, prompts = 0, [], [], True
     for theirs, ours in zip(served, here, strict=True):
         prompts &= theirs.get("prompt", ours["prompt"]) == ours["prompt"]

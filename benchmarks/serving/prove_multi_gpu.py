@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
+from limits import MEAN, TIE  # noqa: E402  (found through the path above)
 from running import failure, run_process  # noqa: E402  (found through the path above)
 
 if TYPE_CHECKING:
@@ -51,8 +52,6 @@ EVERYWHERE = {
     "NCCL_NVLS_ENABLE": "0",
 }
 STAGES = (*LAYOUTS, *TIMED, "compare")
-MEAN = 0.01
-TIE = 2.0**-5  # nats: what both arms may take for equally good; four times the mean noise of a log-probability
 VALUES = ("prompt_logprobs", "top")  # what ``compare`` needs and nobody reads: in OUT/NAME.values
 
 
@@ -160,9 +159,9 @@ def split(model: pathlib.Path) -> tuple[int, ...]:
 
 def config_of(model: pathlib.Path) -> ModelConfig:
     """The configuration of the checkpoint in ``model``."""
-    from deepinfer_sm80.model.config import ModelConfig
+    from deepinfer_sm80.model.checkpoint_files import read_config
 
-    return ModelConfig.from_dict(json.loads((model / "config.json").read_text()))
+    return read_config(model)
 
 
 def split_of(config: ModelConfig) -> tuple[int, ...]:

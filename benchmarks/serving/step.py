@@ -14,7 +14,6 @@ the host.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import pathlib
 import subprocess
@@ -77,7 +76,7 @@ def inside(arm: str, args: argparse.Namespace, build: object = None) -> list[dic
     import stages
 
     from deepinfer_sm80.bench.gpu import driver_version
-    from deepinfer_sm80.model.config import ModelConfig
+    from deepinfer_sm80.model.checkpoint_files import read_config
 
     modes = step_profile.GraphModes()
     stages.apply_disguise()
@@ -86,7 +85,7 @@ def inside(arm: str, args: argparse.Namespace, build: object = None) -> list[dic
     options = {"compilation_config": {"cudagraph_capture_sizes": sizes}, "enable_prefix_caching": False}
     engine = (build or stages.Engine)(args.model, **options)
     print(f"{arm}: engine up in {engine.boot_s} s", flush=True)
-    layers = ModelConfig.from_dict(json.loads((args.model / "config.json").read_text())).num_hidden_layers
+    layers = read_config(args.model).num_hidden_layers
     machine = stages.facts_of_machine()
     common = {
         "arm": arm,

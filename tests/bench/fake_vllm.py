@@ -67,7 +67,7 @@ class Handler(BaseHTTPRequestHandler):
         count = body["max_tokens"] - (self.fault == "short")
         prompt = body["prompt"] if isinstance(body["prompt"], list) else list(body["prompt"].encode())
         tokens = tokens_of(prompt, count)
-        values = [-1.0 - i / 65536 for i in range(count)]
+        values = [-1.0 - i % 16 / 1024 for i in range(count)]
         if count != 64:
             values[-1] = {"nan": None, "minus-infinity": -9999.0}.get(self.fault, values[-1])
         usage = {"prompt_tokens": len(prompt), "completion_tokens": count, "total_tokens": 0}

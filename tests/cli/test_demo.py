@@ -12,6 +12,7 @@ from deepinfer_sm80 import hardware, ops
 from deepinfer_sm80.cli import COMMANDS, demo, demo_serve, main
 from deepinfer_sm80.cli.demo_operators import Step
 from deepinfer_sm80.cli.demo_table import Compilation
+from deepinfer_sm80.errors import DemoError
 from deepinfer_sm80.ops import OPS
 from deepinfer_sm80.testing.agreement import compare_with_reference
 
@@ -158,7 +159,7 @@ def served(monkeypatch, parts, tmp_path):
 def test_the_checkpoint_is_served_and_asked(served, capsys):
     assert served() == 0
     out = capsys.readouterr().out
-    assert "/v1/completions: 16 tokens, log-probabilities -1.00 to -1.00" in out
+    assert "/v1/completions: 16 tokens, log-probabilities -1.01 to -1.00" in out
     assert "/v1/chat/completions: 16 tokens" in out
 
 
@@ -200,3 +201,13 @@ def test_whole_demo(capsys):
     assert {op for op in OPS if f"   {op} " in out} == set(OPS), "every operator is shown"
     assert "every operator agrees with its reference" in out
     assert "cached = full, bit for bit" in out
+
+
+@pytest.mark.parametrize("fault", [TimeoutError("timed out"), ConnectionResetError("reset"), ValueError("no JSON")])
+def test_a_server_that_does_not_answer_is_one_sentence(monkeypatch, fault):
+    def fail(*given, **options):
+        raise fault
+
+    monkeypatch.setattr(demo_serve.DIRECT, "open", fail)
+    with pytest.raises(DemoError, match=f"asking /v1/completions.*{type(fault).__name__}: {fault}"):
+        demo_serve._ask("http://127.0.0.1:1", "completions", {})

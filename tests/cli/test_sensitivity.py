@@ -40,3 +40,9 @@ def test_without_a_checkpoint_one_sentence(tmp_path, capsys):
     (tmp_path / "tokenizer.json").write_text("{}")
     assert main(["sensitivity", str(tmp_path / "absent")]) == 2
     assert "absent" in capsys.readouterr().err
+
+
+def test_a_folder_for_the_measurement_is_missing_before_anything_is_measured(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(sensitivity, "measure", lambda *given: pytest.fail("it was measured"))
+    assert main(["sensitivity", str(tmp_path), "--json", str(tmp_path / "absent" / "x.json")]) == 2
+    assert "existing folder" in capsys.readouterr().err

@@ -54,6 +54,8 @@ def _ask(url: str, path: str, body: dict[str, Any]) -> Any:
     except urllib.error.HTTPError as error:
         said = error.read().decode(errors="replace")[:300]
         raise DemoError(what=f"asking /v1/{path}", found=f"status {error.code}: {said}") from error
+    except (OSError, ValueError) as error:  # no answer in time, a connection that broke, an answer that is not JSON
+        raise DemoError(what=f"asking /v1/{path}", found=f"{type(error).__name__}: {error}") from error
 
 
 def _require_finite(path: str, values: list[float | None]) -> None:

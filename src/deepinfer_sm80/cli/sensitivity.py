@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deepinfer_sm80.cli.devices import usable
+from deepinfer_sm80.errors import UnsupportedOptionError
 from deepinfer_sm80.model.prose import LENGTHS
 
 if TYPE_CHECKING:
@@ -42,6 +43,11 @@ def run(args: argparse.Namespace) -> int:
     if args.page:
         print(page([json.loads(path.read_text(encoding="utf-8")) for path in args.page]), end="")
         return 0
+    if args.json and not args.json.resolve().parent.is_dir():
+        remedy = "Create it, or name another file: it is looked for before fourteen passes are run."
+        raise UnsupportedOptionError(
+            option="--json", allowed="a file in an existing folder", found=args.json, remedy=remedy
+        )
     table = measure(args.directory, tuple(args.lengths), args.device)
     for line in rows(table):
         print(line)
@@ -54,9 +60,10 @@ def run(args: argparse.Namespace) -> int:
 
 def preset_of(directory: Path) -> str:
     """The name of the preset that the checkpoint in ``directory`` was written from; "another" if none fits."""
-    from deepinfer_sm80.model.config import ModelConfig, preset, preset_names
+    from deepinfer_sm80.model.checkpoint_files import read_config
+    from deepinfer_sm80.model.config import preset, preset_names
 
-    config = ModelConfig.from_dict(json.loads((directory / "config.json").read_text(encoding="utf-8")))
+    config = read_config(directory)
     return next((name for name in preset_names() if preset(name) == config), "another")
 
 
