@@ -15,6 +15,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
@@ -33,6 +34,7 @@ LEAST_S = 30  # a job with less time than that is not begun
 BEFORE_END_S = 25  # a microbenchmark is told to begin nothing so long before its end
 TAIL = 12
 RUNNING = set()  # processes that lead a group of their own
+STARTING, STOPPING = threading.RLock(), threading.Event()
 
 
 class Job:
@@ -88,10 +90,13 @@ def describe(code):
 
 def run(job, seconds, logs, environment):
     with (logs / f"{job.name}.log").open("wb") as log:
-        process = subprocess.Popen(
-            job.command(seconds), stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
-        )
-        RUNNING.add(process)
+        with STARTING:
+            if STOPPING.is_set():
+                return None
+            process = subprocess.Popen(
+                job.command(seconds), stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+            )
+            RUNNING.add(process)
         try:
             return process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -130,10 +135,13 @@ def conclude(args, ended):
 
 
 def give_up(number, frame):
-    """SIGTERM: end what was started, then this process."""
-    for process in list(RUNNING):
+    """SIGTERM: end what was started, then this process, without the jobs that would come next."""
+    STOPPING.set()
+    with STARTING:
+        running = list(RUNNING)
+    for process in running:
         end_group(process)
-    sys.exit(128 + number)
+    os._exit(128 + number)
 
 
 def main(argv=None):
@@ -145,7 +153,6 @@ def main(argv=None):
     parser.add_argument("--logs", type=Path, default=Path("logs"))
     parser.add_argument("--gpus", type=int, choices=(1, 2), help="default: two if there are")
     args = parser.parse_args(argv)
-    signal.signal(signal.SIGTERM, give_up)
     end = time.monotonic() + args.seconds
     gpu = hardware.current_gpu()
     if gpu is None:
@@ -174,5 +181,10 @@ def in_parallel(lanes, end, logs):
         return {name: code for lane in running for name, code in lane.result().items()}
 
 
+def entry():
+    signal.signal(signal.SIGTERM, give_up)
+    return main()
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(entry())

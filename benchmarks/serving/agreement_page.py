@@ -9,8 +9,9 @@ FULL = """
 
 Log-probabilities of prompt tokens, |difference| to `spec`. Free: every side chooses its experts and compressed rows
 itself; allowed is a mean of {mean}. Forced: `spec` goes on with what the arm chose; allowed is {worst} for any token.
-Repeated: the arm's second run against its first. Other order: `spec` as an arm, with every product summed from the last
-column to the first."""
+Repeated: the arm's second run against its first. Other order: `spec` as an arm, with {reordered} summed from the
+last column to the first."""
+FIRST = "every float32 product (not those in bfloat16)"  # what runs that do not say so had reordered
 
 FLIPS = """
 Choices that `spec` would have made otherwise in the same state, and the largest error of a score that explains one.
@@ -29,7 +30,7 @@ def full(result: dict[str, Any]) -> list[str]:
     """Lines of the section about ``spec-full``; none without a result."""
     if "arms" not in result:
         return []
-    lines = [*FULL.format(**result["limits"]).splitlines(), ""]
+    lines = [*FULL.format(**{"reordered": FIRST, **result["limits"]}).splitlines(), ""]
     lines += ["| what | tokens | mean | p50 | p90 | p99 | largest |", "|---|---|---|---|---|---|---|"]
     for arm, row in result["arms"].items():
         lines += [_line(f"{arm}, {kind}", row[kind]) for kind in ("free", "forced", "repeated") if kind in row]

@@ -2,6 +2,8 @@
 
 import importlib.util
 import os
+import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -145,3 +147,39 @@ def test_without_a_gpu_one_line(script, monkeypatch, capsys):
     monkeypatch.setattr(hardware, "current_gpu", lambda index=0: None)
     assert script.main([]) == 1
     assert capsys.readouterr().out == "No GPU is visible here: nothing was measured.\n"
+
+
+DRIVER = """
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location("measure_all", sys.argv.pop(1))
+script = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(script)
+card = script.hardware.Gpu("NVIDIA Test", (9, 0), 1 << 30)
+script.hardware.current_gpu = lambda index=0: card if index < 2 else None
+waits = '''
+import os, pathlib, time
+pathlib.Path(os.environ["NOTE"] + os.environ["CUDA_VISIBLE_DEVICES"]).write_text(str(os.getpid()))
+time.sleep(60)
+'''
+lane = [script.Job(name, 1, lambda seconds: [sys.executable, "-c", waits]) for name in ("first", "second")]
+script.jobs = lambda *given: (lane, lane)
+script.entry()
+"""
+
+
+def test_told_to_end_it_ends_its_jobs_and_begins_no_others(tmp_path):
+    command = [sys.executable, "-c", DRIVER, str(ROOT / "benchmarks/measure_all.py"), *given(tmp_path)]
+    process = subprocess.Popen(
+        command, env={**os.environ, "NOTE": str(tmp_path / "job"), "CUDA_VISIBLE_DEVICES": "0,1"}
+    )
+    notes = [tmp_path / "job0", tmp_path / "job1"]
+    for _ in range(300):
+        if all(note.exists() and note.read_text() for note in notes):
+            break
+        time.sleep(0.1)
+    jobs = [int(note.read_text()) for note in notes]
+    process.terminate()
+    assert process.wait(20) == 128 + signal.SIGTERM
+    assert all(map(is_gone, jobs))
+    time.sleep(0.5)
+    assert [int(note.read_text()) for note in notes] == jobs, "the second job of a lane began"

@@ -64,3 +64,14 @@ def test_noise_is_repeatable_and_ends(model):
 def test_an_unknown_component_is_named(model):
     with pytest.raises(UnsupportedOptionError, match="memory"):
         model.without("memory")
+
+
+@pytest.mark.parametrize("name", ["product", "project"])
+def test_another_order_of_sums_reaches_both_kinds_of_product(name):
+    x = torch.randn(3, 4096, generator=torch.Generator().manual_seed(0)).bfloat16()
+    weight = torch.randn(64, 4096, generator=torch.Generator().manual_seed(1)).bfloat16()
+    x[:, 2048:], weight[:, 2048:] = x[:, :2048], -weight[:, :2048]  # nothing is left but what the order leaves
+    before = getattr(linear, name)(x, weight)
+    with sensitivity.other_order():
+        assert not torch.equal(getattr(linear, name)(x, weight), before)
+    assert torch.equal(getattr(linear, name)(x, weight), before)
