@@ -24,12 +24,14 @@ import json
 import random
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 from unittest import mock
 
 import torch
 from tokenizers import Tokenizer
 
 from deepinfer_sm80.model import linear, prose, readout
+from deepinfer_sm80.model.checkpoint import Reader
 from deepinfer_sm80.model.config import ModelConfig, preset
 from deepinfer_sm80.model.engram_hash import compress_vocabulary
 from deepinfer_sm80.model.forward import logprobs_of
@@ -47,6 +49,9 @@ from deepinfer_sm80.model.sensitivity import (
 from deepinfer_sm80.model.switches import COMPONENTS
 from deepinfer_sm80.model.tokenizer_files import tokenizer_files
 from deepinfer_sm80.model.weights import random_tensors_ahead
+
+if TYPE_CHECKING:
+    from deepinfer_sm80.model.linear import Source
 
 LONG = 1500  # a prompt of this length notices every component by itself, not only together with the others
 COMPLETE = "complete"
@@ -74,6 +79,19 @@ class Held:
         if not self._made:
             self._made = dict(random_tensors_ahead(self.config, self.headers, self.seed, torch.get_num_threads()))
         return self._made.pop(name)
+
+
+class OnDevice:
+    """``source``, each tensor moved to ``device`` once: every pass reads all of them."""
+
+    def __init__(self, source: Source, device: str) -> None:
+        self.source, self.device, self.headers = source, device, source.headers
+        self._moved: dict[str, torch.Tensor] = {}
+
+    def load(self, name: str) -> torch.Tensor:
+        if name not in self._moved:
+            self._moved[name] = self.source.load(name).to(self.device)
+        return self._moved[name]
 
 
 @torch.no_grad()
@@ -110,7 +128,7 @@ def measured(args: argparse.Namespace, prompts: list[list[int]]) -> Table:
 def store(args: argparse.Namespace, u: torch.Tensor) -> None:
     """Keep u [hidden] as the preset's direction."""
     stored = json.loads(STORED.read_text(encoding="utf-8"))
-    stored[args.preset] = {"lengths": args.lengths, **readout.stored_form(u, args.seed)}
+    stored[args.preset] = {"lengths": args.lengths, **readout.stored_form(u.cpu(), args.seed)}
     STORED.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
     readout.forget()
 
@@ -121,6 +139,7 @@ def main() -> int:
     parser.add_argument("--lengths", type=int, nargs="+", default=[700, 1500, 3000])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--checkpoint", type=Path, help="one of this preset and seed: read it instead of drawing anew")
     parser.add_argument("--states", type=Path)
     parser.add_argument("--table", type=Path, help="needs --states")
     parser.add_argument("--only", nargs="+", choices=[COMPLETE, *NOISES, *COMPONENTS])
@@ -134,7 +153,9 @@ def main() -> int:
     tokenizer = Tokenizer.from_str(tokenizer_files(config)["tokenizer.json"])
     found = prose.prompts(lambda text: tokenizer.encode(text, add_special_tokens=False).ids)
     prompts = [prompt for prompt in found if len(prompt) in args.lengths]
-    model = Model(config, Held(config, args.seed), compress_vocabulary(tokenizer)[0], args.device)
+    source: Source = Reader(args.checkpoint) if args.checkpoint else Held(config, args.seed)
+    model = Model(config, source, compress_vocabulary(tokenizer)[0], args.device)
+    model.source = OnDevice(model.source, args.device)
 
     tokens = [token for prompt in prompts for token in prompt]
     strange = random.Random(0).sample(tokens, min(STRANGE, len(tokens)))
@@ -143,18 +164,20 @@ def main() -> int:
     if args.only:
         return 0
     text = len(tokens)
-    everything = states(model, [*prompts, strange], COMPLETE, args.states)
+    everything = states(model, [*prompts, strange], COMPLETE, args.states).to(args.device)
     complete = everything[:text]
     rounding, held = (
-        torch.cat([states(model, [*prompts, strange], name, args.states) - everything for name in names])
+        torch.cat(
+            [states(model, [*prompts, strange], name, args.states).to(args.device) - everything for name in names]
+        )
         for names in (FITTED, HELD)
     )
-    of_text = (torch.arange(len(held)) % len(everything)) < text
+    of_text = (torch.arange(len(held), device=args.device) % len(everything)) < text
     ends = list(itertools.accumulate(map(len, prompts)))
     long = [slice(end - len(p), end) for p, end in zip(prompts, ends, strict=True) if len(p) >= LONG]
     shifts = []
     for name in COMPONENTS:
-        change = states(model, prompts, name, args.states) - complete
+        change = states(model, prompts, name, args.states).to(args.device) - complete
         if not change.any():
             parser.error(f"prompts of {args.lengths} tokens do not notice {name}: name longer ones with --lengths")
         shifts += [change.mean(0), *(change[rows].mean(0) for rows in long)]
@@ -163,7 +186,7 @@ def main() -> int:
         )
 
     def fitted(smoothing: float, margin: float) -> torch.Tensor:
-        u = readout.fit(complete, shifts, rounding, margin, smoothing)
+        u = readout.fit(complete, shifts, rounding, margin, smoothing).to(args.device)
         moved = [(part @ u).abs().mean().item() for part in (rounding, held[of_text], held[~of_text])]
         print(
             f"smoothing {smoothing}, margin {margin:.4f}: noise moves u . h by {moved[0]:.5f}, noise held out by "

@@ -11,7 +11,7 @@ experts. On a GPU that is not compute capability 8.x the plugin stages need --ca
 spec stages read what the logprobs and generated stages saved and run ``model/`` instead of vLLM, without a GPU as well.
 Without --model the checkpoint of --preset is written to OUT/PRESET. --together runs the given stages at once on a GPU
 with room for all (about 16 GB each for ``tiny``): every engine then gets a fixed KV cache of 2 GiB through vLLM's own
-options.
+options, and the stages that take times take them one after the other.
 """
 
 from __future__ import annotations
@@ -88,6 +88,7 @@ def run_together(names: tuple[str, ...], args: argparse.Namespace) -> int:
     """The checkpoint first, then everything at once; what compares starts as soon as the stages it reads are done."""
     failed = sum(run_stage(name, args) for name in names if name == "checkpoint")
     os.environ["PROVE_SHARED_GPU"] = "1"
+    os.environ.setdefault("PROVE_TURN", str(args.out / ".turn"))
 
     def run_after(name: str) -> int:
         for earlier in AFTER[name]:

@@ -23,6 +23,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1] / "src")]
 
 import step_profile  # noqa: E402  (found through the path above)
+import timing  # noqa: E402
 
 from deepinfer_sm80.bench import report, rows  # noqa: E402
 
@@ -83,7 +84,8 @@ def inside(arm: str, args: argparse.Namespace, build: object = None) -> list[dic
     modes.install()
     sizes = [int(size) for size in args.capture.split(",")]
     options = {"compilation_config": {"cudagraph_capture_sizes": sizes}, "enable_prefix_caching": False}
-    engine = (build or stages.Engine)(args.model, **options)
+    with timing.turn(alone=False):
+        engine = (build or stages.Engine)(args.model, **options)
     print(f"{arm}: engine up in {engine.boot_s} s", flush=True)
     layers = read_config(args.model).num_hidden_layers
     machine = stages.facts_of_machine()
@@ -107,10 +109,11 @@ def inside(arm: str, args: argparse.Namespace, build: object = None) -> list[dic
         top = ", ".join(f"{group} {facts['share']:.0%}" for group, facts in list(measured["groups"].items())[:4])
         print(f"{arm} {name}: {measured['ms']} ms, {per_layer} launches a layer, {top}", flush=True)
 
-    for batch in args.batch or BATCHES:
-        record(f"decode-{batch}", args.context, step_profile.decode_step(engine, batch, args.context, modes, ours))
-    if not args.no_prefill:
-        record(f"prefill-{step_profile.CHUNK}", 0, step_profile.prefill_chunk(engine, modes, ours))
+    with timing.turn(alone=True):
+        for batch in args.batch or BATCHES:
+            record(f"decode-{batch}", args.context, step_profile.decode_step(engine, batch, args.context, modes, ours))
+        if not args.no_prefill:
+            record(f"prefill-{step_profile.CHUNK}", 0, step_profile.prefill_chunk(engine, modes, ours))
     return found
 
 

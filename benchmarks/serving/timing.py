@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import random
 import statistics
 import time
@@ -16,6 +18,18 @@ STEPS = 32
 CHUNK = 2048
 REPEATS = 3
 MIXED_BATCHES = 50
+
+
+@contextmanager
+def turn(*, alone: bool) -> Iterator[None]:
+    """Take turns with the processes for which PROVE_TURN names the same file: many may start up, one alone measures."""
+    path = os.environ.get("PROVE_TURN")
+    if not path:
+        yield
+        return
+    with open(path, "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        yield
 
 
 @contextmanager

@@ -158,7 +158,8 @@ def test_generated_tokens_agree_when_the_specification_takes_the_same_steps(agre
     found = agreement.spec_replay(tmp_path, save_runs(tmp_path, runs))
     assert found["ok"] is True
     assert found["facts"]["tokens"] == 3 * NEW
-    assert found["facts"]["mean"] < 0.01 < found["facts"]["mean_without_replay"]
+    assert found["facts"]["mean"] < 0.01
+    assert 3 * found["facts"]["mean"] < found["facts"]["mean_without_replay"], "the replay is noticed"
     rows = {(row["run"], row["cached"]): row for row in found["requests"]}
     assert rows["whole", 0]["chunks"] == "260"
     assert rows["chunks", 0]["chunks"] == "131 129"

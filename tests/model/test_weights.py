@@ -98,7 +98,7 @@ def test_a_topic_decides_its_experts_by_a_margin():
     assert without_bias > 0.15 * 8 * len(topics), "the bias must change the choice of many topics"
 
 
-@pytest.mark.parametrize(("name", "limit"), [("tiny", 0.05), ("layer", 0.15)])
+@pytest.mark.parametrize(("name", "limit"), [("tiny", 0.05), ("layer", 0.35)])
 def test_no_topic_comes_near_a_tie_as_its_strength_falls(name, limit):
     """The strengths that a topic has in normed hidden states, from the first layer to the last, and between."""
     config, expected = preset(name), expected_tensors(preset(name))

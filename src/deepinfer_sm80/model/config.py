@@ -207,7 +207,7 @@ _PRESETS: dict[str, dict[str, Any]] = {
         "kv_source_layer_ids": (2, 4),
         "index_source_layer_ids": (2, 4, 6),
         "candidate_source_layer_id": 4,
-        "candidate_topk_blocks": 72,  # 64 would be 512 rows, some fewer where the newest block is not full
+        "candidate_topk_blocks": 68,  # 65 always hold 512 rows, the newest block not full; 68 keep rows aligned
         "engram_layer_ids": (1, 2),
         "engram_vocab_size": 2000,
         "engram_num_embeddings": table_rows(2, 2000, 4, 8),
@@ -225,7 +225,7 @@ _PRESETS: dict[str, dict[str, Any]] = {
         "kv_source_layer_ids": (2, 4, 5),
         "index_source_layer_ids": (2, 4, 5, 7),
         "candidate_source_layer_id": 5,
-        "candidate_topk_blocks": 128,
+        "candidate_topk_blocks": 68,
         "engram_layer_ids": (1, 4),  # as released: one before the first compressed layer, one on a KV source
         "engram_vocab_size": 100000,
         "engram_num_embeddings": table_rows(2, 100000, 4, 8),

@@ -80,11 +80,12 @@ def fit(
     h, noise, hidden = complete.double(), rounding.double(), complete.shape[1]
     mean = h.mean(0)
     S = noise.T @ noise / len(noise)
-    S += smoothing * S.trace() / hidden * torch.eye(hidden, dtype=torch.float64) + spread * torch.cov(h.T)
+    S.diagonal().add_(smoothing * S.trace() / hidden)
+    S += spread * torch.cov(h.T)
     rows = torch.stack([mean, *(-shift.double() for shift in shifts)])
     bound = torch.tensor([1.0] + [margin] * len(shifts), dtype=torch.float64)
     answer = torch.linalg.solve(S, rows.T)
-    gram = rows @ answer
+    gram = (rows @ answer).cpu()
     force = torch.zeros(len(rows), dtype=torch.float64)
     for _ in range(_STEPS):
         before = force.clone()
@@ -94,7 +95,7 @@ def fit(
                 force[i] = force[i].clamp(min=0)
         if (force - before).abs().max() < _SETTLED * force.abs().max():
             break
-    u: torch.Tensor = (answer @ force).float()
+    u: torch.Tensor = (answer.cpu() @ force).float()
     return u
 
 

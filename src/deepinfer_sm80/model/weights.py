@@ -15,7 +15,7 @@ gaussian is in ``weight_structure``. The gains that are not 1, and why:
     w1, w3             EXPERT, routed and shared: gate and up pass the clamp at 10 in a tenth of the values
     w2                 SUBLAYER: see ATTENTION
     engram.wkv         ENGRAM: likewise
-    gate.bias          BIAS: as wide as the scores of neighbouring experts are apart
+    gate.bias          BIAS: wider than the scores of neighbouring experts are apart
     compressor.wgate   WGATE: pooling of two tokens that is far from their average
     hc_*_base          mixtures close enough to permutations that the four streams stay different
 
