@@ -38,11 +38,11 @@ def full(result: dict[str, Any]) -> list[str]:
     for arm, row in result["arms"].items():
         repeated = "" if row["nll_repeated"] is None else f" (repeated {row['nll_repeated']})"
         nll.append(f"{arm} {row['nll']}{repeated}")
-    allowed, errors = result["limits"]["nll"], result["limits"]["errors"]
+    limits = result["limits"]
     lines += [
         "",
         f"Mean negative log-likelihood: {', '.join(nll)}.",
-        f"An arm may differ from spec by {allowed}, {errors} standard errors of what another order does.",
+        _likelihood(limits),
     ]
     lines += FLIPS.format(**result["limits"]["ties"]).splitlines()
     lines += ["", "| arm | choice | layer | queries | flips | largest tie | beyond | surplus |"]
@@ -55,6 +55,19 @@ def full(result: dict[str, Any]) -> list[str]:
         quiet = sum(not flip["flips"] for flip in row["flips"])
         lines.append(f"| {arm} | all others | {quiet} layers | | 0 | | | |")
     return lines
+
+
+def _likelihood(limits: dict[str, Any]) -> str:
+    if "moves" not in limits:  # results of before 2026-11-30
+        return (
+            f"An arm may differ from spec by {limits['nll']}, {limits['errors']} standard errors of what another order "
+            "does."
+        )
+    moves = ", ".join(f"{name} {move:+}" for name, move in limits["moves"].items())
+    return (
+        f"An arm may differ from spec by {limits['nll']}: {limits['times']} times the root mean square of what correct "
+        f"computations differ by ({moves}), and no more than a fifth of the mean's limit."
+    )
 
 
 def replay(result: dict[str, Any]) -> list[str]:

@@ -28,7 +28,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
 import agreement_page  # noqa: E402  (found through the path above)
-from running import LIMIT_S, failure, run_process, summary  # noqa: E402
+from running import LIMIT_S, failure, run_process, said, summary  # noqa: E402
 
 GENERATING = ("eager", "graphs", "chunked-eager", "chunked", "dspark-eager", "dspark", "serve")
 RECORDED = ("generated-whole", "generated-chunks")
@@ -114,7 +114,7 @@ def inside(name: str, args: argparse.Namespace) -> None:
     except Exception:
         result = failure()
     result["stage_s"] = round(time.time() - start, 1)
-    (args.out / f"{name}.json").write_text(json.dumps(result, indent=1))
+    said(args.out, name).write_text(json.dumps(result, indent=1))
 
 
 def report(out: pathlib.Path) -> str:

@@ -25,7 +25,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
 from limits import MEAN, TIE  # noqa: E402  (found through the path above)
-from running import failure, run_process  # noqa: E402  (found through the path above)
+from running import failure, run_process, said  # noqa: E402  (found through the path above)
 
 if TYPE_CHECKING:
     from deepinfer_sm80.model.config import ModelConfig
@@ -300,7 +300,7 @@ def inside(name: str, args: argparse.Namespace) -> None:
     values = {key: result.pop(key) for key in VALUES if key in result}
     if values:
         (args.out / f"{name}.values").write_text(json.dumps(values))
-    (args.out / f"{name}.json").write_text(json.dumps(result, indent=1))
+    said(args.out, name).write_text(json.dumps(result, indent=1))
 
 
 def main() -> int:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import argparse
+    import pathlib
     from collections.abc import Mapping
 
 LIMIT_S = 540
@@ -26,7 +27,9 @@ def run_process(script: str, name: str, args: argparse.Namespace, environment: M
     if path.exists() and not args.again and json.loads(path.read_text()).get("ok"):
         print(f"{name}: done before", flush=True)
         return 0
-    path.unlink(missing_ok=True)  # a process that dies early must not leave the result of another
+    found = said(args.out, name)
+    for old in (path, found):  # a process that dies early must not leave the result of another
+        old.unlink(missing_ok=True)
     limit = getattr(args, "limit", LIMIT_S)
     command = [sys.executable, script, "--inside", name, "--model", str(args.model), "--out", str(args.out)]
     start = time.time()
@@ -38,18 +41,24 @@ def run_process(script: str, name: str, args: argparse.Namespace, environment: M
         except subprocess.TimeoutExpired:
             code = None
     ended = f"stopped after {limit} s" if code is None else f"exit code {code}"
-    result = json.loads(path.read_text()) if path.exists() else {"ok": False, "error": f"{ended}, no result"}
+    result = json.loads(found.read_text()) if found.exists() else {"ok": False, "error": f"{ended}, no result"}
     result["ok"] = bool(result.get("ok")) and code == 0
     ready = re.search(r"(\d+) Triton kernels ready in ([\d.]+) s", (args.out / f"{name}.log").read_text())
     if ready and "facts" in result:
         result["facts"] |= {"our_kernels": int(ready[1]), "ready_s": float(ready[2])}
     result |= {"wall_s": round(time.time() - start, 1), "commit": args.commit, **facts}
     result["shared_gpu"] = "PROVE_SHARED_GPU" in environment
-    path.write_text(json.dumps(result, indent=1))
+    found.write_text(json.dumps(result, indent=1))
+    found.replace(path)  # whole, for a report that is written meanwhile
     print(f"{name}: {'ok' if result['ok'] else 'FAILED'} in {result['wall_s']} s  {summary(result)}", flush=True)
     if not result["ok"]:
         print(result.get("error", ""), *(args.out / f"{name}.log").read_text().splitlines()[-args.tail :], sep="\n")
     return 0 if result["ok"] else 1
+
+
+def said(out: pathlib.Path, name: str) -> pathlib.Path:
+    """Where the process of a stage leaves its result, which ``run_process`` completes."""
+    return out / f".{name}.json"
 
 
 def failure() -> dict[str, Any]:

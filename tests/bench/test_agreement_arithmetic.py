@@ -338,6 +338,14 @@ def test_what_compares_runs_when_its_inputs_are_done(load, monkeypatch, tmp_path
         assert all(finished.index(earlier) < finished.index(name) for earlier in inputs)
 
 
+def test_the_likelihood_may_move_by_what_rounding_moves_it_and_never_far(load):
+    limit = load("agreement").likelihood_limit
+    assert limit([0.0003, -0.0004, 0.0, 0.0]) == pytest.approx(4 * 0.00025)
+    assert limit([-0.0004]) == pytest.approx(0.0016), "the sign of a move does not matter"
+    assert limit([0.01, 0.01]) == pytest.approx(0.002), "noise lifts the limit no further"
+    assert limit([0.0, 0.0]) == 0
+
+
 def test_the_page_shows_both_arms_their_flips_and_generated_tokens(load, monkeypatch, tmp_path):
     agreement, prove = load("agreement"), load("prove_ampere")
     flips = agreement.Flips()
@@ -349,7 +357,8 @@ def test_the_page_shows_both_arms_their_flips_and_generated_tokens(load, monkeyp
         "plugin": agreement.judge(free, free, [entry(-1.004, -2.0)], flips, 1.0),
         "other order": agreement.judge(free, free, order, agreement.Flips(), 1.0),
     }
-    limits = {"mean": 0.01, "worst": 0.1, "ties": agreement.TIES, "nll": 0.0005, "errors": 4}
+    moves = {"other order": -0.0001, "rounding 1": 0.00015}
+    limits = {"mean": 0.01, "worst": 0.1, "ties": agreement.TIES, "nll": 0.0005, "times": 4, "moves": moves}
     common = {"ok": True, "wall_s": 1.0, "facts": {}}
     full = {**common, "arms": arms, "nll": 1.5, "limits": limits}
     (tmp_path / "spec-full.json").write_text(json.dumps(full))
@@ -360,7 +369,8 @@ def test_the_page_shows_both_arms_their_flips_and_generated_tokens(load, monkeyp
     assert "| other order, forced | 2 | 0.001 |" in page
     assert "other order, repeated" not in page
     assert "spec 1.5, plugin 1.502 (repeated 1.502), other order 1.501." in page
-    assert "differ from spec by 0.0005, 4 standard errors" in page
+    assert "differ from spec by 0.0005: 4 times the root mean square" in page
+    assert "(other order -0.0001, rounding 1 +0.00015)" in page
     assert "| plugin | rows | 4 | 2 | 1 | 0.02 | 0 | 2 |" in page
     assert "| plugin | all others | 1 layers | | 0 | | | |" in page
     assert "| whole | 3 | 0 | 2 | 1 | 0.009 | 0.009 | 0.5 | 0.5 |" in page

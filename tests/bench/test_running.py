@@ -16,7 +16,7 @@ print("INFO DeepInfer-SM80: 40 Triton kernels ready in 6.1 s on 16 cores." if na
 if name == "hangs":
     import time; time.sleep(60)
 if name != "dies":
-    (out / f"{name}.json").write_text(json.dumps({"ok": name == "right", "facts": {"tokens": 64}, "error": "wrong"}))
+    (out / f".{name}.json").write_text(json.dumps({"ok": name == "right", "facts": {"tokens": 64}, "error": "wrong"}))
 sys.exit(3 if name == "dies" else 0)
 """
 
@@ -41,6 +41,7 @@ def test_results_are_kept_and_judged(running, tmp_path, capsys):
         2,
         {"tokens": 64, "our_kernels": 40, "ready_s": 6.1},
     )
+    assert [path.name for path in tmp_path.glob(".*")] == [], "what the process said is complete or not there"
     assert "tokens 64" in capsys.readouterr().out
     assert running.run_process(str(script), "right", args, {}) == 0
     assert "done before" in capsys.readouterr().out

@@ -88,6 +88,10 @@ def test_an_arm_that_only_rounds_otherwise_agrees(agreement, arm, tmp_path, monk
     assert layers == {**{("experts", layer): 52 for layer in range(4)}, **{("rows", k): 52 for k in (1, 2, 3)}}
     assert found["arms"]["plugin"]["nll"] == found["arms"]["other order"]["nll"] != found["nll"]
     assert found["arms"]["plugin"]["forced"] == found["arms"]["other order"]["forced"]
+    moves = found["limits"]["moves"]
+    assert list(moves) == ["other order", "rounding 1", "rounding 2", "rounding 3"]
+    assert len(set(moves.values())) == 4
+    assert all(moves.values())
 
 
 def test_an_expert_that_no_rounding_explains_fails_the_arm(agreement, arm, tmp_path, monkeypatch):
