@@ -2,6 +2,7 @@
 
 import importlib.util
 import itertools
+import weakref
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from deepinfer_sm80 import ops
 from deepinfer_sm80.bench import adapters, cases, gate, measure, projected, providers, report, statistics
 from deepinfer_sm80.bench.ceilings import Ceilings
+from deepinfer_sm80.bench.gpu import Timed
 from deepinfer_sm80.bench.providers import Arm
 from deepinfer_sm80.bench.rows import KEYS
 from deepinfer_sm80.ops.contract import Cost
@@ -131,6 +133,33 @@ def test_an_arm_that_raises_is_left_out_with_its_sentence():
     assert outcome.left_out == [
         {"op": "mhc_post", "case": "T2-H5120", "provider": "vllm", "reason": "RuntimeError: no cubin for sm_80"}
     ]
+
+
+def test_what_an_arm_prepared_lives_as_long_as_its_graph():
+    """A captured graph holds addresses, no tensors: it replays into memory that its arm must still own."""
+
+    class Forgetful(fake_device.FakeDevice):
+        def capture(self, calls):
+            timed = super().capture(calls)
+            result, made = timed.results, list(prepared)
+
+            def elapsed_us():
+                self.order.append(all(tensor() is not None for tensor in made))
+                return 10.0
+
+            return Timed(elapsed_us, result, 1.0)
+
+    prepared, function = [], ops.pytorch("mhc_post")
+
+    def prepare(kwargs):
+        lists = torch.zeros(4)
+        prepared.append(weakref.ref(lists))
+        return lambda: (lists, function(**kwargs))[1]
+
+    device = Forgetful(l2_bytes=1)
+    measure.measure(cases.mhc(2), run_of(device), [Arm("vllm", prepare), arm("mhc_post")])
+    assert device.order
+    assert all(device.order)
 
 
 def test_arms_take_turns():

@@ -18,7 +18,6 @@ RESULTS = ROOT / "benchmarks/results/nvidia-h200"
 PAGES = {  # of docs/, by the folder of RESULTS
     "prove_ampere": "serving-proof.md",
     "prove_ampere_layer": "serving-proof-layer.md",
-    "prove_ampere_619a16f": "serving-proof-619a16f.md",
 }
 
 

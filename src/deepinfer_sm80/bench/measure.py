@@ -68,9 +68,11 @@ class Outcome:
 
 @dataclass(slots=True)
 class _Lane:
-    """One arm that is ready to be timed."""
+    """One arm that is ready to be timed. ``ready``: its calls, which own what was made when they were prepared; a graph
+    holds addresses alone, and would read whatever lies there later."""
 
     arm: Arm
+    ready: Sequence[Callable[[], Any]]
     timed: Timed
     eager: Timed | None
     occupancy: str
@@ -199,7 +201,7 @@ def _lane(arm: Arm, copies: _Copies, run: Run) -> _Lane:
     some = calls[: EAGER_CALLS - 1] + calls[-1:] if len(calls) > EAGER_CALLS else calls
     timed = run.device.capture(calls) if arm.graphed else run.device.eager(some)
     eager = run.device.eager(some) if arm.eager_too else None
-    return _Lane(arm, timed, eager, occupancy, len(calls) if arm.graphed else len(some), len(some))
+    return _Lane(arm, ready, timed, eager, occupancy, len(calls) if arm.graphed else len(some), len(some))
 
 
 def _time(lanes: Sequence[_Lane], rounds: int) -> None:
