@@ -121,6 +121,19 @@ def test_smallest_sets_need_no_gpus(capsys):
     assert "xA100-80GB as " in caught.out
 
 
+@pytest.mark.parametrize("gpus", [(), ("--gpus", "8xA100-80GB")])
+def test_smallest_sets_as_json(capsys, gpus):
+    code, caught = run(capsys, *gpus, "--smallest", "--context", "128K", "--json")
+    found = json.loads(caught.out)
+    assert code == 0
+    assert ("layouts" in found) == bool(gpus)
+    assert found["context"] == 131072
+    stock = {entry["gpus"]: entry for entry in found["smallest"] if not entry["source_replicas"]}
+    eight = next(entry for label, entry in stock.items() if label.endswith("xA100-80GB"))
+    assert sum(eight["tp_per_stage"]) == int(eight["gpus"].split("x")[0])
+    assert sum(eight["split"]) == 40
+
+
 def test_tp_and_context_narrow_the_plan(capsys):
     _, caught = run(capsys, "--gpus", "8xA100-80GB", "--tp", "4", "--context", "128K", "--json")
     found = json.loads(caught.out)

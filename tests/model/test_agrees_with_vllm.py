@@ -18,7 +18,7 @@ from deepinfer_sm80.model.forward import TextModel
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results/nvidia-h200/prove_ampere"
 NONCES = (("0 ", 1), ("7919 ", 2))  # model/prose.py, the first two lengths
-TIE = 2.0**-5  # as benchmarks/serving/prove_multi_gpu.py: four times the mean noise
+TIE = 2.0**-5  # as benchmarks/serving/limits.py
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def tiny(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", ["chunked-eager", "chunked", "dspark-eager", "dspark"])
+@pytest.mark.parametrize("stage", ["eager", "graphs", "chunked-eager", "chunked", "dspark-eager", "dspark"])
 def test_every_generated_token_is_the_best_or_ties(tiny, stage):
     generated = json.loads((RESULTS / f"{stage}.json").read_text())["tokens"]
     tokenizer = Tokenizer.from_file(str(tiny / "tokenizer.json"))

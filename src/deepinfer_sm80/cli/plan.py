@@ -59,7 +59,9 @@ def run(args: argparse.Namespace) -> int:
     found = weights(_config(args.checkpoint))
     setting = _setting(args, found.config)
     if not args.gpus:
-        print(explain.smallest(smallest_sets(found, setting), setting))
+        sets = smallest_sets(found, setting)
+        as_json = {"context": setting.context, "smallest": explain.smallest_json(sets)}
+        print(json.dumps(as_json, indent=1) if args.json else explain.smallest(sets, setting))
         return 0
     group = cluster(args.gpus, args.hosts, args.ram, args.link)
     _check_tp(args.tp, group)
@@ -67,7 +69,8 @@ def run(args: argparse.Namespace) -> int:
     fits = any(row.fits for row in rows)
     instead = "" if fits else _instead(found, group, setting)
     if args.json:
-        print(json.dumps({**explain.as_json(rows, group, setting, found.config), "instead": instead}, indent=1))
+        more = {"smallest": explain.smallest_json(smallest_sets(found, setting))} if args.smallest else {}
+        print(json.dumps({**explain.as_json(rows, group, setting, found.config), "instead": instead, **more}, indent=1))
         return 0 if fits else 1
     print((explain.every if args.all else explain.text)(rows, group, setting, found.config))
     if instead:

@@ -219,6 +219,22 @@ def smallest(found: Sequence[Smallest], setting: Setting) -> str:
     return "\n".join(lines)
 
 
+def smallest_json(found: Sequence[Smallest]) -> list[dict[str, Any]]:
+    """The same for JSON."""
+    return [
+        {
+            "gpus": entry.cluster.label,
+            "hosts": entry.cluster.hosts,
+            "tp": entry.layout.tp,
+            "pp": entry.layout.pp,
+            "split": list(entry.layout.split),
+            "tp_per_stage": list(entry.layout.tp_per_stage),
+            "source_replicas": entry.replicas,
+        }
+        for entry in found
+    ]
+
+
 def capacity_chart(entries: Sequence[tuple[str, int]]) -> list[str]:
     """A bar per layout, as long as its tokens."""
     most = max((tokens for _, tokens in entries), default=1) or 1
