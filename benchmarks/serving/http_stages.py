@@ -27,6 +27,8 @@ STREAMED = 3  # number of the prompt that is streamed
 VALUES = "{}.values"
 LOGPROB = 0.02  # nats on average: what two implementations of this model may differ by
 BOOT_LIMIT_S = 300
+GRAMMARS = ("xgrammar", "llguidance", "outlines_core", "lm-format-enforcer", "mistral_common")
+"""Packages that vLLM requires and imports at the first request with a grammar; without one it answers status 500."""
 
 
 def in_process(model: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
@@ -55,6 +57,12 @@ def http(model: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
     import openai
     import stages
 
+    lacking = [name for name in GRAMMARS if not stages.installed(name)]
+    if lacking:
+        raise AssertionError(
+            f"tool calls and structured output need vLLM's own requirements {', '.join(GRAMMARS)}; not installed: "
+            f"{', '.join(lacking)}. Install them (pip install vllm==0.33.0 does) and run the stage again."
+        )
     stages.apply_disguise()
     from deepinfer_sm80.model import prose
     from deepinfer_sm80.model.checkpoint_files import read_tokenizer
@@ -62,7 +70,7 @@ def http(model: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
     tokenizer = read_tokenizer(model)
     prompts = prose.prompts(lambda text: tokenizer.encode(text, add_special_tokens=False).ids)
     bias = ask.whitespace_bias(tokenizer.decode, tokenizer.get_vocab_size())
-    options = list(ask.FLAGS)
+    options = [*ask.FLAGS, "--log-error-stack"]  # the server's log says why it answered 500
     if os.environ.get("PROVE_SHARED_GPU"):
         options += [f"--{name.replace('_', '-')}={value}" for name, value in stages.SHARED_GPU.items()]
     with Server(model, out / "http-server.log", options, limit=BOOT_LIMIT_S) as server:

@@ -45,7 +45,8 @@ def _prompts(tokenizer: Any) -> list[list[int]]:
     return prose_prompts(lambda text: tokenizer.encode(text, add_special_tokens=False))
 
 
-def _installed(package: str) -> str:
+def installed(package: str) -> str:
+    """The version of ``package``, empty where it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -63,8 +64,8 @@ def facts_of_machine() -> dict[str, Any]:
         else "native",
         "torch": torch.__version__,
         "triton": triton.__version__,
-        "vllm": _installed("vllm"),
-        "flashinfer": _installed("flashinfer-python"),
+        "vllm": installed("vllm"),
+        "flashinfer": installed("flashinfer-python"),
         "cores": os.cpu_count(),
     }
 

@@ -4,6 +4,7 @@ import ast
 import functools
 import importlib.util
 import json
+import re
 import sys
 import types
 from pathlib import Path
@@ -154,6 +155,12 @@ def test_white_space_is_biased_against_and_nothing_else(stages):
     assert stages.ask.whitespace_bias(lambda ids: texts[ids[0]], 4) == {"1": -100.0, "2": -100.0}
 
 
+def test_the_packages_for_grammars_are_vllms_own_requirements(stages):
+    metadata = vllm_source.wheel().read("vllm-0.33.0.dist-info/METADATA").decode()
+    for name in stages.GRAMMARS:
+        assert re.search(rf"^Requires-Dist: {name}[\[=<>]", metadata, re.MULTILINE), name
+
+
 def test_the_parsers_are_registered_in_vllm_and_documented(stages):
     flags = dict(flag.removeprefix("--").split("=") for flag in stages.ask.FLAGS if "=" in flag)
     for place, flag in (("tool_parsers", "tool-call-parser"), ("reasoning", "reasoning-parser")):
@@ -188,6 +195,7 @@ class Engine:
 
 
 def test_the_three_stages_one_after_the_other(stages, tmp_path, monkeypatch):
+    lacking = ["outlines_core"]
     stand_ins = {
         "stages": {
             "Engine": Engine,
@@ -195,6 +203,7 @@ def test_the_three_stages_one_after_the_other(stages, tmp_path, monkeypatch):
             "facts_of_machine": lambda: {"gpu": "a GPU"},
             "require_finite": lambda outputs, tokens: None,
             "SHARED_GPU": {"kv_cache_memory_bytes": 2},
+            "installed": lambda name: "" if name in lacking else "1",
         },
         "vllm": {"SamplingParams": dict},
     }
@@ -207,6 +216,9 @@ def test_the_three_stages_one_after_the_other(stages, tmp_path, monkeypatch):
     monkeypatch.setattr("deepinfer_sm80.model.prose.prompts", lambda encode: PROMPTS)
     (tmp_path / "tokenizer.json").write_text(json.dumps(installed_tokenizer()))
     assert stages.in_process(tmp_path, tmp_path)["facts"] == {"requests": 24}
+    with pytest.raises(AssertionError, match=r"not installed: outlines_core\. Install them"):
+        stages.http(tmp_path, tmp_path)
+    lacking.clear()
     found = stages.http(tmp_path, tmp_path)
     assert (found["gpu"], found["flags"], found["facts"]["openai"]) == (
         "a GPU",
