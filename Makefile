@@ -39,6 +39,7 @@ docs: $(STAMP) $(TRITON38)  ## write the generated tables of docs/
 	@$(BIN)/python benchmarks/generate_charts.py --refresh >/dev/null
 	@$(BIN)/deepinfer-sm80 plan --page > docs/.05.new && mv docs/.05.new docs/05_TOPOLOGY_1M_CONTEXT_ANALYSIS_SM80.md
 	@$(BIN)/deepinfer-sm80 sensitivity --page benchmarks/results/nvidia-h200/sensitivity-tiny.json benchmarks/results/nvidia-h200/sensitivity-layer.json > docs/.sensitivity.new && mv docs/.sensitivity.new docs/sensitivity.md
+	@$(BIN)/python benchmarks/serving/step.py --report > docs/.step.new && mv docs/.step.new docs/step-times.md
 	@$(BIN)/python docs/readme_blocks.py
 
 transcripts: $(STAMP)  ## record make demo and make test in a clean clone: docs/transcripts
