@@ -118,8 +118,10 @@ def _router(config: ModelConfig, name: str, shape: tuple[int, ...], seed: int) -
     chosen = config.dspark_num_experts_per_tok if draft else config.num_experts_per_tok
     generator, even = generator_of(seed, f"{name}.levels"), torch.linspace(-LEVELS, LEVELS, shape[0])
     count = draws(shape[0])
-    shuffles = [[even[torch.randperm(shape[0], generator=generator)] for _ in range(count)] for _ in range(TOPICS)]
-    best = [max(drawn, key=lambda levels: _margin(levels, bias, chosen)) for drawn in shuffles]
+    best = []
+    for _ in range(TOPICS):
+        drawn = torch.stack([even[torch.randperm(shape[0], generator=generator)] for _ in range(count)])
+        best.append(drawn[_margins(drawn, bias, chosen).argmax()])
     rows = torch.stack(best, dim=1) @ topics(config, seed) / (TOPIC * config.hidden_size)
     return Structure(lambda start, end: rows[start:end])
 
@@ -130,12 +132,13 @@ def draws(experts: int) -> int:
     return 16 if experts <= 8 else 1024
 
 
-def _margin(levels: torch.Tensor, bias: torch.Tensor, chosen: int) -> float:
-    """How far the last chosen and the first rejected expert are apart, at the worst strength of the topic."""
-    if chosen >= len(levels):
-        return 0.0
-    ranked = [(softplus(levels * s).sqrt() + bias).sort(descending=True).values for s in _STRENGTHS]
-    return min((r[chosen - 1] - r[chosen]).item() for r in ranked)
+def _margins(levels: torch.Tensor, bias: torch.Tensor, chosen: int) -> torch.Tensor:
+    """float32 [shuffles] of [shuffles, experts]: how far the last chosen and the first rejected expert of each are apart,
+    at the worst strength of the topic."""
+    if chosen >= levels.shape[1]:
+        return torch.zeros(len(levels))
+    ranked = [(softplus(levels * s).sqrt() + bias).sort(-1, descending=True).values for s in _STRENGTHS]
+    return torch.stack([r[:, chosen - 1] - r[:, chosen] for r in ranked]).amin(0)
 
 
 def _index_weights(config: ModelConfig, name: str, shape: tuple[int, ...], seed: int) -> Structure:
