@@ -133,7 +133,7 @@ def draws(experts: int) -> int:
 
 
 def _margins(levels: torch.Tensor, bias: torch.Tensor, chosen: int) -> torch.Tensor:
-    """float32 [shuffles] of [shuffles, experts]: how far the last chosen and the first rejected expert of each are apart,
+    """float32 [shuffles] of [shuffles, experts]: how far each one's last chosen and first rejected expert are apart,
     at the worst strength of the topic."""
     if chosen >= levels.shape[1]:
         return torch.zeros(len(levels))
