@@ -56,6 +56,9 @@ def test_many_start_up_together_and_one_measures_alone(tmp_path):
     late = [begin("alone", turn), begin("together", turn)]
     assert all(has_to_wait(process) for process in late)
     end(measuring)
+    for process in late:  # either may have its turn first
+        process.stdin.write("\n")
+        process.stdin.flush()
     for process in late:
         end(process)
 

@@ -108,6 +108,39 @@ def test_an_expert_that_no_rounding_explains_fails_the_arm(agreement, arm, tmp_p
     assert found["arms"]["stock"]["failed"] == []
 
 
+def test_either_arm_can_fail(agreement, arm, tmp_path, monkeypatch):
+    """One log-probability of vLLM's own path that is off by 0.3 is seen in its row, and fails the stage."""
+    monkeypatch.setattr(agreement, "MEAN", 0.05)
+
+    def off(logprobs):
+        logprobs[3] += 0.3
+
+    found = agreement.spec_full(tmp_path, save(tmp_path, arm, changed(arm, "logprobs", off)))
+    assert found["ok"] is False
+    assert found["arms"]["plugin"]["failed"] == []
+    assert "forced worst above 0.1" in found["arms"]["stock"]["failed"]
+    assert found["arms"]["stock"]["free"]["largest"] > 0.25
+    assert found["arms"]["stock"]["forced"]["largest"] > 0.25
+
+
+def test_rows_beyond_the_candidates_fail_the_plugin(agreement, arm, tmp_path, monkeypatch):
+    monkeypatch.setattr(agreement, "MEAN", 0.05)
+    total = agreement.Flips.total
+    monkeypatch.setattr(agreement.Flips, "total", lambda self, name: 1 if name == "surplus" else total(self, name))
+    found = agreement.spec_full(tmp_path, save(tmp_path, arm, arm))
+    assert found["arms"]["plugin"]["failed"] == ["rows beyond the candidates"]
+    assert found["ok"] is False
+
+
+def test_the_likelihoods_limit_is_that_of_the_moves(agreement, arm, tmp_path, monkeypatch):
+    monkeypatch.setattr(agreement, "MEAN", 0.05)
+    monkeypatch.setattr(agreement, "LIKELIHOOD", 1.0)
+    found = agreement.spec_full(tmp_path, save(tmp_path, arm, arm))
+    moves = found["limits"]["moves"].values()
+    assert found["limits"]["nll"] == pytest.approx(4 * (sum(m * m for m in moves) / 4) ** 0.5, abs=3e-5)
+    assert 0 < found["limits"]["nll"] < 0.05
+
+
 def test_files_of_older_stages_are_refused(agreement, arm, tmp_path):
     old = [{k: v for k, v in entry.items() if k != "prompt"} for entry in arm]
     with pytest.raises(AssertionError, match=r"logprobs-stock.pt holds no prompts.*--again"):
