@@ -83,7 +83,7 @@ class Flips:
         row["queries"] += len(found.tie)
         row["flips"] += int(found.flipped.sum())
         row["largest_tie"] = max(row["largest_tie"], found.tie.max().item())
-        row["beyond"] += int((found.tie > TIES[kind]).sum())
+        row["beyond"] += int((~(found.tie <= TIES[kind])).sum())
         row["surplus"] += int((found.surplus > 0).sum())
 
     def total(self, name: str) -> int:
@@ -123,6 +123,9 @@ def spec_full(model: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
     from deepinfer_sm80.model import sensitivity
 
     arms = {arm: load_arm(out, arm) for arm in ARMS}
+    for arm, entries in arms.items():
+        if not all(entry[name] for entry in entries for name in ("experts", "topk")):
+            raise AssertionError(f"logprobs-{arm}.pt holds no choices of experts or rows: its recorder saw none")
     prompts = [entry["prompt"] for entry in arms["plugin"]]
     if any([entry["prompt"] for entry in entries] != prompts for entries in arms.values()):
         raise AssertionError("the arms ran different prompts: repeat both logprobs stages with --again")
@@ -187,10 +190,10 @@ def judge(
     found = {"free": distribution(arm - free), "forced": distribution(arm - forced)}
     moved = abs(arm.double().mean().item() - free.double().mean().item())
     failed = {
-        f"mean above {MEAN}": found["free"]["mean"] > MEAN,
-        f"forced worst above {WORST}": found["forced"]["largest"] > WORST,
+        f"mean above {MEAN}": not found["free"]["mean"] <= MEAN,  # so that NaN fails too
+        f"forced worst above {WORST}": not found["forced"]["largest"] <= WORST,
         "a flip beyond its tie margin": flips.total("beyond") > 0,
-        f"likelihood moved by {moved:.5f}": moved > allowed,
+        f"likelihood moved by {moved:.5f}": not moved <= allowed,
     }
     return {
         **found,

@@ -338,6 +338,25 @@ def test_what_compares_runs_when_its_inputs_are_done(load, monkeypatch, tmp_path
         assert all(finished.index(earlier) < finished.index(name) for earlier in inputs)
 
 
+@pytest.mark.parametrize("where", ["arm", "spec"])
+def test_what_is_no_number_fails(load, where):
+    agreement, nan = load("agreement"), float("nan")
+    numbers, holes = torch.tensor([-1.0, -2.0]), torch.tensor([-1.0, nan])
+    free, arm = (numbers, holes) if where == "arm" else (holes, numbers)
+    failed = agreement.judge(free, free, [{"logprobs": arm}], agreement.Flips(), 1.0)["failed"]
+    assert [name.split(" by ")[0] for name in failed] == [
+        "mean above 0.01",
+        "forced worst above 0.1",
+        "likelihood moved",
+    ]
+
+
+def test_a_tie_that_is_no_number_is_beyond(load):
+    flips = load("agreement").Flips()
+    flips.add("rows", 4, choice([0.0, float("nan")]))
+    assert flips.total("beyond") == 1
+
+
 def test_the_likelihood_may_move_by_what_rounding_moves_it_and_never_far(load):
     limit = load("agreement").likelihood_limit
     assert limit([0.0003, -0.0004, 0.0, 0.0]) == pytest.approx(4 * 0.00025)

@@ -145,6 +145,9 @@ def test_files_of_older_stages_are_refused(agreement, arm, tmp_path):
     old = [{k: v for k, v in entry.items() if k != "prompt"} for entry in arm]
     with pytest.raises(AssertionError, match=r"logprobs-stock.pt holds no prompts.*--again"):
         agreement.spec_full(tmp_path, save(tmp_path, arm, old))
+    blind = [{**entry, "topk": {}} for entry in arm]
+    with pytest.raises(AssertionError, match=r"logprobs-plugin.pt holds no choices of experts or rows"):
+        agreement.spec_full(tmp_path, save(tmp_path, blind, arm))
     with pytest.raises(AssertionError, match="different prompts"):
         agreement.spec_full(tmp_path, save(tmp_path, arm, arm[::-1]))
 
