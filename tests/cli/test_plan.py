@@ -18,6 +18,8 @@ KEYS = {
     "tp_per_stage": list,
     "legal_stock": bool,
     "fits": bool,
+    "servable": bool,
+    "cautions": list,
     "why": str,
     "kv_tokens": int,
     "contexts": float,
@@ -71,6 +73,19 @@ def test_too_little_memory_says_what_is_possible(capsys):
         (("--gpus", "6xTPU"), "--gpus must be a number and a known card, got '6xTPU'. Known cards"),
         (("--gpus", "6xA100-64GB", "--tp", "3"), "--tp must be one of 1, 2 with 6 GPUs, got 3"),
         (("--gpus", "16xA100-64GB", "--tp", "16"), "--tp must be one of 1, 2, 4, 8 with 16 GPUs, got 16"),
+        (("--gpus", "1xA100-80GB", "--tp", "2"), "--tp must be 1 with 1 GPU, got 2"),
+        (("--gpus", "8xA100-80GB", "--tp", "0"), "--tp must be one of 1, 2, 4, 8 with 8 GPUs, got 0"),
+        (("--gpus", "8xA100-80GB", "--pp", "3"), "--pp must be one of 1, 2, 4, 8 with 8 GPUs, got 3. Stages share"),
+        (("--gpus", "8xA100-80GB", "--dp", "0"), "--dp must be one of 1, 2, 4, 8 with 8 GPUs, got 0. Replicas"),
+        (
+            ("--gpus", "8xA100-80GB", "--tp", "8", "--pp", "2"),
+            "--tp 8 --pp 2 must be sizes of a layout with 8 GPUs: TP x PP x DP = 8, at most 40 stages, got 8 x 2 = 16",
+        ),
+        (("--smallest", "--tp", "3"), "--tp must be one of 1, 2, 4, 8 in sets of up to 32 GPUs, got 3"),
+        (("--smallest", "--tp", "8", "--dp", "8"), "TP x PP x DP = 32 or less, at most 40 stages, got 8 x 8 = 64"),
+        (("--smallest", "--hosts", "2"), "--hosts must be left out where --gpus is, got 2"),
+        (("--smallest", "--link", "pcie3"), "--link must be left out where --gpus is, got pcie3"),
+        (("--smallest", "--all"), "--all must be left out where --gpus is, got --all"),
         (("--gpus", "8xA100-80GB", "--context", "2M"), "--context must be 1 to 1,048,576 tokens"),
         (("--gpus", "8xA100-80GB", "--context", "0"), "--context must be 1 to"),
         (("--gpus", "8xA100-80GB", "--context", "much"), "--context must be tokens"),
@@ -128,17 +143,112 @@ def test_smallest_sets_as_json(capsys, gpus):
     assert code == 0
     assert ("layouts" in found) == bool(gpus)
     assert found["context"] == 131072
-    stock = {entry["gpus"]: entry for entry in found["smallest"] if not entry["source_replicas"]}
-    eight = next(entry for label, entry in stock.items() if label.endswith("xA100-80GB"))
-    assert sum(eight["tp_per_stage"]) == int(eight["gpus"].split("x")[0])
-    assert sum(eight["split"]) == 40
+    assert found["smallest"]
+    for entry in found["smallest"]:
+        assert sum(entry["tp_per_stage"]) * entry["dp"] == int(entry["gpus"].split("x")[0])
+        assert sum(entry["split"]) == 40
+        assert entry["servable"] is (entry["pp"] == 1)
+    assert any(entry["gpus"].endswith("xA100-80GB") and entry["servable"] for entry in found["smallest"])
 
 
-def test_tp_and_context_narrow_the_plan(capsys):
-    _, caught = run(capsys, "--gpus", "8xA100-80GB", "--tp", "4", "--context", "128K", "--json")
-    found = json.loads(caught.out)
-    assert found["context"] == 131072
-    assert {layout["tp"] for layout in found["layouts"]} == {4}
+@pytest.mark.parametrize("gpus", [(), ("--gpus", "8xA6000"), ("--gpus", "8xA100-80GB")])
+def test_smallest_sets_keep_to_the_sizes_and_the_hosts_that_were_asked_for(capsys, gpus):
+    args = (*gpus, "--smallest", "--tp", "8", "--pp", "1")
+    entries = json.loads(run(capsys, *args, "--json")[1].out)["smallest"]
+    assert {(entry["tp"], entry["pp"]) for entry in entries} == {(8, 1)}
+    assert any(entry["gpus"] == "8xA100-64GB" for entry in entries)
+    poor = json.loads(run(capsys, *args, "--ram", "128GB", "--json")[1].out)["smallest"]
+    assert not any(entry["gpus"] == "8xA100-64GB" for entry in poor), "its host has no room for the tables"
+    out = run(capsys, *args)[1].out
+    sets = out[out.index("Smallest sets that hold one context of 1,048,576 tokens with --tp 8 --pp 1:\n") :]
+    assert "8xA100-64GB as TP8\n" in sets
+    assert all(" as TP8" in line for line in sets.splitlines() if " as " in line)
+    assert "8xA100-64GB as" not in run(capsys, *args, "--ram", "128GB")[1].out
+
+
+def test_sizes_and_context_narrow_the_plan(capsys):
+    for option, size in (("tp", 4), ("pp", 2), ("dp", 4)):
+        _, caught = run(capsys, "--gpus", "8xA100-80GB", f"--{option}", str(size), "--context", "128K", "--json")
+        found = json.loads(caught.out)
+        assert found["context"] == 131072
+        assert {layout[option] for layout in found["layouts"]} == {size}
+
+
+def offered(out):
+    """Contexts that are named after --context, and sizes in the names beside them, outside of "Without"."""
+    lines = [line for line in out.splitlines() if "--context " in line]
+    return {int(line.rsplit("--context ", 1)[1].rstrip(".")): line for line in lines}
+
+
+@pytest.mark.parametrize(
+    ("args", "names"),
+    [
+        (("8xA6000", "--tp", "8"), "TP8"),
+        (("8xA6000", "--dp", "2"), "DP2"),
+        (("8xA6000", "--pp", "1"), "TP8 + EP8"),
+        (("16xRTX3090", "--pp", "2"), "PP2"),
+        (("16xRTX3090", "--hosts", "2", "--speculation", "0"), ""),
+        (("16xRTX3090", "--streams", "16"), ""),
+        (("6xA100-64GB", "--tp", "2", "--pp", "1"), "TP2 x DP3"),
+    ],
+)
+def test_what_is_offered_instead_keeps_to_what_was_asked(capsys, args, names):
+    code, caught = run(capsys, "--gpus", *args)
+    assert code == 1
+    offers = offered(caught.out)
+    assert offers
+    for context, line in offers.items():
+        assert context < 1048576, "what does not fit is not offered"
+        assert names in line
+        _, again = run(capsys, "--gpus", *args, "--context", str(context))
+        assert "does not hold" not in again.out, f"--context {context} as offered"
+        assert "Best of" in again.out
+
+
+def test_without_the_sizes_that_were_asked_for_more_is_possible_and_said(capsys):
+    out = run(capsys, "--gpus", "8xA6000", "--tp", "8")[1].out
+    assert "does not hold a context of 1,048,576 tokens with --tp 8:" in out
+    assert "\nWithout --tp 8: TP4 x PP2 [20,20] (a pipeline, which does not run with this plugin yet): up to" in out
+    assert "1,048,576 tokens with --tp 8:\n" in out, "the sets are of that size too"
+    assert "Without --" not in run(capsys, "--gpus", "16xRTX3090")[1].out
+
+
+@pytest.mark.parametrize(
+    ("args", "best", "context"),
+    [
+        (("8xA6000",), "TP8 + EP8", 1_044_480),
+        (("16xRTX3090",), "TP8 x DP2 + EP16", 61_440),
+        (("6xA100-64GB",), "TP2 x DP3", 1_007_616),
+        (("8xA100-80GB",), "TP8", 1_048_576),
+    ],
+)
+def test_the_best_without_a_pipeline_is_named_with_its_command(capsys, args, best, context):
+    out = run(capsys, "--gpus", *args)[1].out
+    found = json.loads(run(capsys, "--gpus", *args, "--json")[1].out)["best_servable"]
+    command = found["layout"]["command"]
+    assert found["context"] == context
+    assert (found["layout"]["servable"], found["layout"]["pp"]) == (True, 1)
+    assert f"--max-model-len {context} " in command
+    assert f"\nCommand:\n  {command}\n" in out
+    assert all(f"\n{caution}\n" in out for caution in found["layout"]["cautions"])
+    assert best in out.split("GiB on a rank")[0] or f"{context:,} tokens, as {best}: --context {context}" in out
+    assert f"  {command}\n" in run(capsys, "--gpus", *args, "--all")[1].out
+
+
+def test_a_pipeline_alone_fits_and_nothing_else_is_made_up(capsys):
+    out = run(capsys, "--gpus", "16xRTX3090", "--pp", "2", "--context", "32K")[1].out
+    assert "Best without a pipeline: none with --pp 2, whatever the context" in out
+    assert json.loads(run(capsys, "--gpus", "16xRTX3090", "--pp", "2", "--json")[1].out)["best_servable"] is None
+
+
+def test_too_little_host_memory_is_the_reason_that_is_given(capsys):
+    out = run(capsys, "--gpus", "8xA100-64GB", "--ram", "128GB", "--tp", "8")[1].out
+    assert "with --tp 8: Engram's tables and the processes need 221 GiB of RAM on a host that has 128" in out
+    assert "every rank needs a workspace" not in out
+    assert "No context fits with --tp 8." in out
+    assert "\nNo context fits.\n" in run(capsys, "--gpus", "2xA100-80GB")[1].out
+    out = run(capsys, "--gpus", "16xRTX3090", "--dp", "1")[1].out
+    assert "No context fits without a pipeline with --dp 1.\nA context of 176,128 tokens would fit as TP8 x PP2" in out
 
 
 def test_a_checkpoints_own_configuration(capsys, tmp_path):
@@ -151,24 +261,41 @@ def test_a_checkpoints_own_configuration(capsys, tmp_path):
     assert "16,384 tokens of context" in caught.out
 
 
-def test_under_two_seconds_without_torch_or_numpy():
-    code = (
+@pytest.mark.parametrize(
+    ("args", "code"),
+    [
+        (("--gpus", "6xA100-64GB", "--json"), 0),
+        (("--gpus", "16xRTX3090", "--hosts", "2", "--tp", "8"), 1),
+        (("--smallest", "--ram", "64GB"), 0),
+    ],
+)
+def test_under_two_seconds_without_torch_or_numpy(args, code):
+    script = (
         "import sys\nfor name in ('torch', 'numpy', 'triton', 'vllm'): sys.modules[name] = None\n"
-        "from deepinfer_sm80.cli import main\nsys.exit(main(['plan', '--gpus', '6xA100-64GB', '--json']))"
+        f"from deepinfer_sm80.cli import main\nsys.exit(main(['plan', *{args!r}]))"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     before = os.times()
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
     after = os.times()
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == code, done.stderr
     # the processor's time: a shared machine may take longer by the clock
     used = after.children_user + after.children_system - before.children_user - before.children_system
     assert used < 2
 
 
-@pytest.mark.parametrize(("gpus", "context", "warned"), [("16xRTX3090", "163840", True), ("8xA100-80GB", "1M", False)])
-def test_a_pipeline_is_printed_with_what_is_known_of_it(capsys, gpus, context, warned):
-    cli.main(["plan", "--gpus", gpus, "--context", context])
-    out = capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("args", "warned"),
+    [
+        (("8xA6000",), True),
+        (("16xRTX3090", "--pp", "2", "--context", "163840"), True),
+        (("8xA100-80GB", "--context", "1M"), False),
+    ],
+)
+def test_a_pipeline_is_printed_with_what_is_known_of_it(capsys, args, warned):
+    out = run(capsys, "--gpus", *args)[1].out
     assert "Command:\n  " in out
-    assert ("Pipeline stages do not run with this plugin yet" in out) is warned
+    command = out[out.index("Command:\n") :].split("\n\n")[0]
+    assert ("Pipelines do not run with this plugin yet" in command) is warned
+    assert ("The command is without speculation" in command) is warned
+    assert ("(a pipeline, which does not run with this plugin yet)" in out.split("\n\n")[1]) is warned

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deepinfer_sm80.errors import PlanError
 from deepinfer_sm80.model.config import ModelConfig
-from deepinfer_sm80.topology import explain, page
-from deepinfer_sm80.topology.cluster import LINKS, Cluster, cluster
+from deepinfer_sm80.topology import explain, offers, page, ran
+from deepinfer_sm80.topology.cluster import LINKS, Cluster, cluster, size
 from deepinfer_sm80.topology.footprint import Weights, weights
 from deepinfer_sm80.topology.layout import LEGAL_TP, Setting
-from deepinfer_sm80.topology.search import longest_context, plan, smallest_sets
+from deepinfer_sm80.topology.search import ANY, Only, Row, holds, plan, shapes
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Sequence
 
 MAX_SPECULATION = 16
+RELEASED = "deepseek-ai/DeepSeek-V4.1-Flash"
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -26,16 +29,19 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "plan",
         help="whether and how the model fits a set of GPUs",
         description="Every layout of DeepSeek-V4.1 on a set of GPUs: memory per rank, KV capacity by vLLM's own "
-        "formula, estimated speed, the vllm serve command, and why the others lost. Exits with 1 where nothing fits.",
+        "formula, estimated speed, the vllm serve command, and why the others lost. What does not run with this plugin "
+        "yet comes after what does. Exits with 1 where nothing fits.",
     )
     parser.add_argument("--gpus", metavar="NxCARD", help="6xA100-64GB, or 8xMyCard:48GB:900GB/s:150TFLOPS")
-    parser.add_argument("--hosts", type=int, default=1, help="hosts the GPUs are spread over evenly (default 1)")
+    parser.add_argument("--hosts", type=int, help="hosts the GPUs are spread over evenly (default 1)")
     parser.add_argument("--ram", metavar="SIZE", help="memory of each host, such as 512GB (default: enough)")
     parser.add_argument("--link", help=f"between the GPUs of a host: {', '.join(LINKS)} (default: by card)")
     parser.add_argument("--context", metavar="TOKENS", help="such as 1M or 128K (default: the model's longest)")
     parser.add_argument("--streams", type=int, default=4, help="requests at a time (default 4)")
     parser.add_argument("--speculation", type=int, default=5, metavar="K", help="DSpark tokens, 0: off (default 5)")
-    parser.add_argument("--tp", type=int, help="only layouts of this tensor-parallel size")
+    parser.add_argument("--tp", type=int, metavar="N", help="only layouts of this tensor-parallel size")
+    parser.add_argument("--pp", type=int, metavar="N", help="only layouts of so many pipeline stages; 1: no pipeline")
+    parser.add_argument("--dp", type=int, metavar="N", help="only layouts of so many data-parallel replicas")
     parser.add_argument(
         "--checkpoint", metavar="DIR", help="plan for this checkpoint's config.json (default: released)"
     )
@@ -59,39 +65,91 @@ def run(args: argparse.Namespace) -> int:
     found = weights(_config(args.checkpoint))
     setting = _setting(args, found.config)
     if not args.gpus:
-        sets = smallest_sets(found, setting)
-        as_json = {"context": setting.context, "smallest": explain.smallest_json(sets)}
-        print(json.dumps(as_json, indent=1) if args.json else explain.smallest(sets, setting))
+        print(_without_gpus(args, found, setting))
         return 0
-    group = cluster(args.gpus, args.hosts, args.ram, args.link)
-    _check_tp(args.tp, group)
-    rows = plan(found, group, setting, args.checkpoint or "deepseek-ai/DeepSeek-V4.1-Flash", args.tp)
+    group = cluster(args.gpus, 1 if args.hosts is None else args.hosts, args.ram, args.link)
+    only = _only(args, found.config, group.count)
+    checkpoint = args.checkpoint or RELEASED
+    rows = plan(found, group, setting, checkpoint, only)
+    offer = offers.servable(found, group, setting, checkpoint, only, rows)
     fits = any(row.fits for row in rows)
-    instead = "" if fits else _instead(found, group, setting)
+    instead = "" if fits else _instead(found, group, setting, checkpoint, only, rows, offer)
     if args.json:
-        more = {"smallest": explain.smallest_json(smallest_sets(found, setting))} if args.smallest else {}
-        print(json.dumps({**explain.as_json(rows, group, setting, found.config), "instead": instead, **more}, indent=1))
+        sets = offers.smallest_sets(found, setting, only, group.ram) if args.smallest else []
+        more = {"smallest": explain.smallest_json(sets)} if args.smallest else {}
+        answer = explain.as_json(rows, group, setting, found.config, offer)
+        print(json.dumps({**answer, "instead": instead, **more}, indent=1))
         return 0 if fits else 1
-    print((explain.every if args.all else explain.text)(rows, group, setting, found.config))
+    show = explain.every if args.all else explain.text
+    print(show(rows, group, setting, found.config, offer, only))
     if instead:
         print("\n" + instead)
     elif args.smallest:
-        print("\n" + explain.smallest(smallest_sets(found, setting), setting))
+        print("\n" + explain.smallest(offers.smallest_sets(found, setting, only, group.ram), setting, only))
     return 0 if fits else 1
 
 
-def _instead(found: Weights, group: Cluster, setting: Setting) -> str:
-    """What is possible where nothing fits."""
-    device = sum(found.stored(name) for name in found.components if name != "engram_tables") / 2**30
-    offered = group.count * group.gpu.usable * setting.utilisation
+def _without_gpus(args: argparse.Namespace, found: Weights, setting: Setting) -> str:
+    """The smallest sets alone."""
+    for option in ("hosts", "link", "all"):
+        if getattr(args, option):
+            raise PlanError(
+                option=f"--{option}",
+                allowed="left out where --gpus is",
+                found="--all" if option == "all" else getattr(args, option),
+                remedy="The smallest sets are of every known card, in hosts of up to eight; add --gpus to plan one.",
+            )
+    only = _only(args, found.config)
+    ram = None if args.ram is None else size(args.ram, "--ram")
+    sets = offers.smallest_sets(found, setting, only, ram)
+    if args.json:
+        return json.dumps({"context": setting.context, "smallest": explain.smallest_json(sets)}, indent=1)
+    return explain.smallest(sets, setting, only)
+
+
+def _instead(
+    found: Weights,
+    group: Cluster,
+    setting: Setting,
+    checkpoint: str,
+    only: Only,
+    rows: Sequence[Row],
+    offer: offers.Offer | None,
+) -> str:
+    """What is possible where nothing fits, within what was asked and, said so, beyond it."""
+    usable = group.count * group.gpu.usable * setting.utilisation
+    why = (
+        f"the weights on the GPUs are {offers.weights_gib(found, setting):.0f} GiB, vLLM may use {usable:.0f} GiB of "
+        "these GPUs, and every rank needs a workspace as well"
+    )
+    short_of_ram = next((row.why for row in rows if row.engram == "disk" and holds(row.memory)), "")
+    sizes = explain.with_sizes(only)
+    longest = offers.longest(found, group, setting, checkpoint, only)
     lines = [
-        f"{group.label} does not hold a context of {setting.context:,} tokens: the weights on the GPUs are "
-        f"{device:.0f} GiB, vLLM may use {offered:.0f} GiB of these GPUs, and every rank needs a workspace as well."
+        f"{group.label} does not hold a context of {setting.context:,} tokens{sizes}: {short_of_ram or why}.",
+        *_within(offer, longest, sizes),
     ]
-    longest = longest_context(found, group, setting)
-    if longest:
-        lines.append(f"What fits is a context of {longest[0]:,} tokens, as {longest[1].name}: --context {longest[0]}.")
-    return "\n".join([*lines, explain.smallest(smallest_sets(found, setting), setting)])
+    if only != ANY:
+        free = offers.servable(found, group, setting, checkpoint), offers.longest(found, group, setting, checkpoint)
+        gains = [gain for gain in free if gain and gain.context > (offer.context if offer else 0)]
+        unlike = {gain.row.layout: gain for gain in gains if not longest or gain.context > longest.context}
+        lines += [f"Without {only}: {explain.offered(gain)}." for gain in unlike.values()]
+    sets = offers.smallest_sets(found, setting, only, group.ram)
+    return "\n".join([*lines, "", explain.smallest(sets, setting, only)])
+
+
+def _within(offer: offers.Offer | None, longest: offers.Offer | None, sizes: str) -> list[str]:
+    """The best offer that is servable, with its command, and a longer context that is not."""
+    if offer is None:
+        lines = [f"No context fits {ran.servable_kind()}{sizes}." if longest else f"No context fits{sizes}."]
+    else:
+        name, context = offer.row.layout.name, offer.context
+        lines = [f"What fits is a context of {context:,} tokens, as {name}: --context {context}."]
+        lines += [explain.command_lines(offer.row), explain.LIMIT]
+    if longest and longest.context > (offer.context if offer else 0):
+        name, context = f"{longest.row.layout.name}{explain.stop(longest.row)}", longest.context
+        lines.append(f"A context of {context:,} tokens would fit as {name}: --context {context}.")
+    return lines
 
 
 def _config(checkpoint: str | None) -> ModelConfig:
@@ -137,13 +195,30 @@ def tokens(text: str) -> int:
     return int(found[1]) * {"": 1, "K": 1024, "M": 1024**2}[found[2]]
 
 
-def _check_tp(tp: int | None, group: Cluster) -> None:
-    possible = [t for t in LEGAL_TP if group.count % t == 0]
-    if tp is not None and tp not in possible:
+def _only(args: argparse.Namespace, config: ModelConfig, count: int | None = None) -> Only:
+    """The sizes that were asked for. Raises PlanError for those that ``count`` GPUs (None: any set) cannot have."""
+    only = Only(args.tp, args.pp, args.dp)
+    counts = range(1, offers.MAX_SET + 1) if count is None else (count,)
+    every = [(w[0], len(w), dp) for n in counts for w, dp, _ in shapes(config, n)]
+    of = f"with {count} GPU{'s' * (count > 1)}" if count else f"in sets of up to {offers.MAX_SET} GPUs"
+    remedies = (
+        "64 heads, 8 output groups, 72 scale groups of an expert and 24 Engram columns divide by "
+        f"{', '.join(map(str, LEGAL_TP))} only; --dp and --pp take the rest.",
+        f"Stages share the {config.num_hidden_layers} layers; 1 leaves pipelines out.",
+        "Replicas share the GPUs evenly.",
+    )
+    for place, (name, remedy) in enumerate(zip(("tp", "pp", "dp"), remedies, strict=True)):
+        asked, possible = getattr(only, name), sorted({shape[place] for shape in every})
+        if asked is not None and asked not in possible:
+            allowed = f"{'one of ' * (len(possible) > 1)}{', '.join(map(str, possible))} {of}"
+            raise PlanError(option=f"--{name}", allowed=allowed, found=asked, remedy=remedy)
+    if not any(only.admits((tp,) * pp, dp) for tp, pp, dp in every):
+        sizes = [size for size in (only.tp, only.pp, only.dp) if size is not None]
+        product = count or f"{offers.MAX_SET} or less"
         raise PlanError(
-            option="--tp",
-            allowed=f"one of {', '.join(map(str, possible))} with {group.count} GPUs",
-            found=tp,
-            remedy="64 heads, 8 output groups, 72 scale groups of an expert and 24 Engram columns divide by 1, 2, 4 "
-            "and 8 only; use pipeline stages for the rest.",
+            option=only,
+            allowed=f"sizes of a layout {of}: TP x PP x DP = {product}, at most {config.num_hidden_layers} stages",
+            found=f"{' x '.join(map(str, sizes))} = {math.prod(sizes)}",
+            remedy="Leave one of them out.",
         )
+    return only

@@ -8,6 +8,7 @@ import re
 from deepinfer_sm80.errors import PlanError
 
 GB, GIB = 10**9, 2**30
+HOST_GPUS = 8  # more are rarely in one host
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from deepinfer_sm80.topology import roofline
+from deepinfer_sm80.topology import ran, roofline
+from deepinfer_sm80.topology.offers import MAX_SET
+from deepinfer_sm80.topology.search import ANY, Only
+from deepinfer_sm80.topology.serve import Standing
 from deepinfer_sm80.topology.tiles import tile
 
 if TYPE_CHECKING:
@@ -13,7 +16,8 @@ if TYPE_CHECKING:
     from deepinfer_sm80.model.config import ModelConfig
     from deepinfer_sm80.topology.cluster import Cluster
     from deepinfer_sm80.topology.layout import Memory, Setting
-    from deepinfer_sm80.topology.search import Row, Smallest
+    from deepinfer_sm80.topology.offers import Offer, Smallest
+    from deepinfer_sm80.topology.search import Row
 
 BAR = 40
 SHOWN = 8
@@ -36,10 +40,14 @@ COMPONENTS = (
 )
 
 
-def as_json(rows: Sequence[Row], cluster: Cluster, setting: Setting, config: ModelConfig) -> dict[str, Any]:
+def as_json(
+    rows: Sequence[Row], cluster: Cluster, setting: Setting, config: ModelConfig, offer: Offer | None
+) -> dict[str, Any]:
     """The plan as JSON can hold it, best layout first. ``gib_per_rank``: one entry per rank of a replica; the key
     ``engram_host`` (or ``engram_disk``) is host memory, every other key GPU memory. ``expert_columns`` and
-    ``tile_efficiency``: one entry per stage, padding included, and the share of it that the model has."""
+    ``tile_efficiency``: one entry per stage, padding included, and the share of it that the model has. ``servable``: it
+    fits, vLLM has a command, and nothing in that is known to fail; ``cautions``: what does fail, or never ran.
+    ``best_servable``: the best such layout and its context, the one asked for or the longest that fits."""
     return {
         "cluster": {"gpus": cluster.label, "hosts": cluster.hosts, "link": cluster.link.name},
         "context": setting.context,
@@ -47,6 +55,7 @@ def as_json(rows: Sequence[Row], cluster: Cluster, setting: Setting, config: Mod
         "speculation": setting.speculation,
         "gpu_memory_utilization": setting.utilisation,
         "layouts": [_row_json(row, config) for row in rows],
+        "best_servable": offer and {"context": offer.context, "layout": _row_json(offer.row, config)},
     }
 
 
@@ -68,6 +77,8 @@ def _row_json(row: Row, config: ModelConfig) -> dict[str, Any]:
         "tp_per_stage": list(layout.tp_per_stage),
         "legal_stock": row.legal,
         "fits": row.fits,
+        "servable": row.servable,
+        "cautions": list(row.cautions),
         "why": row.why,
         "kv_tokens": kept.tokens,
         "contexts": round(row.contexts, 3),
@@ -83,29 +94,75 @@ def _row_json(row: Row, config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def text(rows: Sequence[Row], cluster: Cluster, setting: Setting, config: ModelConfig) -> str:
+def text(
+    rows: Sequence[Row], cluster: Cluster, setting: Setting, config: ModelConfig, offer: Offer | None, only: Only
+) -> str:
     """The plan for a terminal: the answer, the best layout's memory, command and reckoning, then the others."""
     fitting = [row for row in rows if row.fits]
     lines = _heading(cluster, setting)
     if not fitting:
         return "\n".join([*lines, *others(rows[:SHOWN], "The closest, and what stops each:")])
     best = fitting[0]
-    lines += [f"Best of {len(rows)} layouts, of which {len(fitting)} fit: {best.layout.name}", ""]
-    lines += summary(best, setting, config)
+    lines += [f"Best of {len(rows)} layouts, of which {len(fitting)} fit: {best.layout.name}{stop(best)}"]
+    lines += [] if best.servable else [f"Best {ran.servable_kind()}: {offered(offer, only)}"]
+    lines += ["", *summary(best, setting, config)]
     lines += ["", "GiB on a rank of each stage, before the KV cache:", *memory_bars(best.memory), ""]
-    lines += [command_lines(best), "", *reckoning(best, cluster, setting), ""]
+    lines += [command_lines(best), ""]
+    lines += [] if best.servable or offer is None else [*offer_lines(offer, setting), ""]
+    lines += [*reckoning(best, cluster, setting), ""]
     lines += others(fitting[1 : SHOWN + 1], "The next ones that fit:")
     rest = rows[len(fitting) :]
     return "\n".join([*lines, *(others(rest[:3], f"The first of {len(rest)} that do not fit:") if rest else [])])
 
 
-def every(rows: Sequence[Row], cluster: Cluster, setting: Setting, config: ModelConfig) -> str:
-    """Every layout in full, best first: verdict, figures, memory of a rank, command."""
+def offered(offer: Offer | None, only: Only = ANY) -> str:
+    """The layout of ``offer`` and how far it goes; that there is none of ``only`` these sizes."""
+    if offer is None:
+        return f"none{with_sizes(only)}, whatever the context"
+    return f"{offer.row.layout.name}{stop(offer.row)}: up to {offer.context:,} tokens of context"
+
+
+def with_sizes(only: Only) -> str:
+    """`` with --tp 8``; empty where no size was asked for."""
+    return f" with {only}" if only != ANY else ""
+
+
+def stop(row: Row) -> str:
+    """What keeps a layout that fits from being served, as a clause; empty where nothing is known to."""
+    if row.standing == Standing.NONE:
+        return " (vLLM has no command for it)"
+    replicas = "needs source replicas" if row.standing == Standing.REPLICAS else ""
+    pipeline = "a pipeline, which does not run with this plugin yet" if ran.stopped(row.layout.pp) else ""
+    clauses = "; ".join(filter(None, (replicas, pipeline)))
+    return f" ({clauses})" if clauses else ""
+
+
+def offer_lines(offer: Offer, setting: Setting) -> list[str]:
+    """The layout of ``offer``, what it does and its command; how sure its context is where that is the longest."""
+    row, speed = offer.row, offer.row.estimate
+    kind = ran.servable_kind()
+    lines = [
+        f"{kind[0].upper()}{kind[1:]}: {offered(offer)}",
+        f"  KV cache {row.memory.tokens:,} tokens; prefill {speed.prefill:,.0f} tok/s, decode step "
+        f"{speed.decode_ms:.1f} ms (estimated)",
+        command_lines(row),
+    ]
+    return lines if offer.context == setting.context else [*lines, LIMIT]
+
+
+def every(
+    rows: Sequence[Row], cluster: Cluster, setting: Setting, config: ModelConfig, offer: Offer | None, only: Only
+) -> str:
+    """Every layout in full, best first: verdict, figures, memory of a rank, command; then, where the best is none that
+    can be served, the one that can."""
     lines = _heading(cluster, setting)
     for number, row in enumerate(rows, 1):
         verdict = "fits" if row.fits else "does not fit"
         lines += [f"{number}. {row.layout.name}: {verdict}; {row.why}", *summary(row, setting, config)]
         lines += [*memory_bars(row.memory), command_lines(row), ""]
+    if rows and rows[0].fits and not rows[0].servable:
+        best = offer_lines(offer, setting) if offer else [f"Best {ran.servable_kind()}: {offered(offer, only)}"]
+        lines += [*best, ""]
     return "\n".join([*lines, *(reckoning(rows[0], cluster, setting) if rows else [])])
 
 
@@ -113,7 +170,8 @@ def _heading(cluster: Cluster, setting: Setting) -> list[str]:
     return [
         f"{cluster.label}, {cluster.hosts} host(s), {cluster.link.name}; {setting.context:,} tokens of context, "
         f"{setting.streams} streams, speculation {setting.speculation}, utilisation {setting.utilisation:g}",
-        "Speeds are estimates from a roofline; nothing here was measured on these GPUs.",
+        "Memory is computed and speeds are estimates from a roofline; nothing here was measured on these GPUs. "
+        f"This plugin has run on at most {ran.GPUS} GPUs together.",
         "",
     ]
 
@@ -175,20 +233,21 @@ def memory_bars(kept: Memory) -> list[str]:
     return lines
 
 
-PIPELINES = (
-    "Pipeline stages do not run with this plugin yet: vLLM stops on the first stage after its warm-up. Name a layout "
-    "without them, or wait."
+LIMIT = (
+    "This context is the longest by computation: where vLLM finds less room it stops and names the longest that it can "
+    "hold."
 )
 
 
 def command_lines(row: Row) -> str:
-    """The command, or that there is none and why."""
+    """The command and what to know before it is used, or that there is none and why."""
     if row.command:
-        warning = "" if row.layout.pp == 1 else f"\n{PIPELINES}"
-        return f"Command:\n  {row.command}{warning}"
+        return "\n".join([f"Command:\n  {row.command}", *row.cautions])
     why = row.why.removeprefix("best: ")
     if row.with_replicas:
-        return f"No command: {why}.\nWith source replicas it would be:\n  {row.with_replicas}"
+        return "\n".join(
+            [f"No command: {why}.\nWith source replicas it would be:\n  {row.with_replicas}", *row.cautions]
+        )
     return f"No command: {why}."
 
 
@@ -200,7 +259,7 @@ def reckoning(row: Row, cluster: Cluster, setting: Setting) -> list[str]:
         f"  card {gpu.bandwidth:,.0f} GB/s x {roofline.BANDWIDTH_SHARE:g} and {gpu.tflops:g} TFLOP/s x "
         f"{roofline.PREFILL_SHARE:g}; {cluster.link.name} {cluster.link.rate:g} GB/s, {cluster.link.latency:g} us",
         f"  a decode step: weights of the experts that {setting.streams * (setting.speculation + 1)} rows reach, "
-        f"{speed.collectives} collectives, {speed.hops} hops, {roofline.LAYER_OVERHEAD * 1e6:g} us a layer",
+        f"{speed.collectives} collectives, hops: {speed.hops}, {roofline.LAYER_OVERHEAD * 1e6:g} us a layer",
     ]
 
 
@@ -210,13 +269,30 @@ def others(rows: Sequence[Row], title: str) -> list[str]:
     return [title, *lines] if lines else []
 
 
-def smallest(found: Sequence[Smallest], setting: Setting) -> str:
-    """The smallest sets that hold a context, a line each."""
-    lines = [f"Smallest sets that hold one context of {setting.context:,} tokens:"]
+def smallest(found: Sequence[Smallest], setting: Setting, only: Only) -> str:
+    """The smallest sets that hold a context, a line each, and what to know of them."""
+    lines = [f"Smallest sets that hold one context of {setting.context:,} tokens{with_sizes(only)}:"]
     for entry in found:
-        how = " with source replicas" if entry.replicas else ""
-        lines.append(f"  {entry.cluster.label} as {entry.layout.name}{how}")
-    return "\n".join(lines)
+        card = f"{entry.cluster.gpu.name}-{entry.cluster.gpu.memory}GB"
+        if entry.layout is None:
+            lines.append(f"  {card}: no set of up to {MAX_SET} GPUs {ran.servable_kind()}")
+            continue
+        tags = [f"{entry.cluster.hosts} hosts"] if entry.cluster.hosts > 1 else []
+        tags += ["a pipeline"] if entry.layout.pp > 1 else []
+        tags += ["source replicas"] if entry.replicas else []
+        lines.append(f"  {entry.cluster.label} as {entry.layout.name}" + (f" ({', '.join(tags)})" if tags else ""))
+    return "\n".join([*lines, *_of_the_sets(found)])
+
+
+def _of_the_sets(found: Sequence[Smallest]) -> list[str]:
+    held = [(entry.layout, entry.cluster.hosts, entry.replicas) for entry in found if entry.layout]
+    facts = (
+        (any(ran.stopped(layout.pp) for layout, _, _ in held), ran.NO_PIPELINES),
+        (any(replicas for _, _, replicas in held), "Source replicas: neither vLLM nor this plugin places them yet."),
+        (any(layout.dp > 1 for layout, _, _ in held) and not ran.REPLICAS, ran.NO_REPLICAS),
+        (any(hosts > 1 for _, hosts, _ in held) and not ran.RAY, f"Several hosts need Ray, which {ran.NEVER}."),
+    )
+    return [sentence for holds, sentence in facts if holds]
 
 
 def smallest_json(found: Sequence[Smallest]) -> list[dict[str, Any]]:
@@ -227,11 +303,15 @@ def smallest_json(found: Sequence[Smallest]) -> list[dict[str, Any]]:
             "hosts": entry.cluster.hosts,
             "tp": entry.layout.tp,
             "pp": entry.layout.pp,
+            "dp": entry.layout.dp,
+            "ep": entry.layout.ep,
             "split": list(entry.layout.split),
             "tp_per_stage": list(entry.layout.tp_per_stage),
             "source_replicas": entry.replicas,
+            "servable": entry.standing == Standing.SERVABLE,
         }
         for entry in found
+        if entry.layout
     ]
 
 

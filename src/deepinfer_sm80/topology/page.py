@@ -5,13 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from deepinfer_sm80.model.config import ModelConfig
-from deepinfer_sm80.topology import published, roofline
+from deepinfer_sm80.topology import published, ran, roofline
 from deepinfer_sm80.topology.cluster import Cluster, cluster
 from deepinfer_sm80.topology.cuts import legal_starts
 from deepinfer_sm80.topology.explain import capacity_chart, columns, memory_bars, smallest
 from deepinfer_sm80.topology.footprint import GIB, OUR_MULTIPLE, STOCK_MULTIPLE, Cut, Weights, expert_bytes, weights
 from deepinfer_sm80.topology.layout import Layout, Setting
-from deepinfer_sm80.topology.search import Row, judge, longest_context, plan, smallest_sets
+from deepinfer_sm80.topology.offers import longest, servable, smallest_sets
+from deepinfer_sm80.topology.search import ANY, Row, judge, plan
+from deepinfer_sm80.topology.serve import Standing
 from deepinfer_sm80.topology.tiles import tile
 
 if TYPE_CHECKING:
@@ -41,8 +43,9 @@ def page() -> str:
         _tiles(found),
         _published(found),
         _others(found, setting),
-        "## Will it fit?\n\nHosts of eight GPUs; TP is tried from 8 down.\n\n```\n"
-        + smallest(smallest_sets(found, setting), setting)
+        "## Will it fit?\n\nEqual hosts of up to eight GPUs; TP is tried from 8 down. A card's first set is the "
+        "nearest to what has run; the next ones have fewer GPUs and need more: DP, or what stands in brackets.\n\n```\n"
+        + smallest(smallest_sets(found, setting), setting, ANY)
         + "\n```\n",
     ]
     return "\n".join(parts)
@@ -82,19 +85,15 @@ def _weights(found: Weights) -> str:
 
 def _cuts(found: Weights) -> str:
     starts = ", ".join(map(str, legal_starts(found.config)))
+    stopped = "" if ran.PIPELINES else f"{ran.NO_PIPELINES} What follows is what they would give.\n\n"
     return (
-        "## Where a pipeline may be cut\n\n"
-        f"Stock vLLM lets a stage begin at layers {starts}: a layer that reads the cache of a KV source (2, 8, "
-        "14, 20) has "
-        "to be on the source's stage. Layers 20-39, half of the weights, then stay together. With source "
-        "replicas (a later "
-        "stage keeps its own copy of the cache under the source's name) every cut is possible; the copy costs "
-        "92,160 bytes "
-        "of a block for source 20 and 46,080 for the others, on the stages that have it, and the source's "
-        "rows, top-k and "
-        "candidate blocks travel with the activations. Decoder replay (prefill runs layers 20-39 over the "
-        "trailing window "
-        "only) needs the last stage to hold all of them.\n"
+        f"## Where a pipeline may be cut\n\n{stopped}"
+        f"Stock vLLM lets a stage begin at layers {starts}: a layer that reads the cache of a KV source (2, 8, 14, 20) "
+        "has to be on the source's stage. Layers 20-39, half of the weights, then stay together. With source replicas "
+        "(a later stage keeps its own copy of the cache under the source's name) every cut is possible; the copy costs "
+        "92,160 bytes of a block for source 20 and 46,080 for the others, on the stages that have it, and the source's "
+        "rows, top-k and candidate blocks travel with the activations. Decoder replay (prefill runs layers 20-39 over "
+        "the trailing window only) needs the last stage to hold all of them.\n"
     )
 
 
@@ -120,6 +119,7 @@ def _six(found: Weights, setting: Setting) -> list[str]:
             line("prefill with / without replay", _replay),
             line("decode step, ms", lambda r: f"{r.estimate.decode_ms:.1f}"),
             line("command", lambda r: "yes" if r.command else "with source replicas" if r.with_replicas else "none"),
+            line("runs with this plugin", lambda r: "no: a pipeline" if ran.stopped(r.layout.pp) else "never tried"),
         ],
     )
     chart = capacity_chart([(row.layout.name, row.memory.tokens) for row in rows])
@@ -230,23 +230,21 @@ def _others(found: Weights, setting: Setting) -> str:
     diagrams: list[str] = []
     for text, hosts in OTHERS:
         group = cluster(text, hosts)
-        first = plan(found, group, setting)[0]
-        rows.append(_other(found, group, first, setting))
-        bars.append((f"{group.label} {first.layout.name}", first.memory.tokens if first.fits else 0))
-        diagrams.append(_diagram(f"{group.label}: {first.layout.name}", first))
+        planned = plan(found, group, setting)
+        rows.append(_other(found, group, planned, setting))
+        bars += [(f"{group.label} {row.layout.name}", row.memory.tokens if row.fits else 0) for row in planned[:1]]
+        diagrams += [_diagram(f"{group.label}: {row.layout.name}", row) for row in planned[:1]]
     head = ("GPUs", "best layout", "GiB before KV, fullest rank", "tokens", "prefill tok/s", "step ms", "verdict")
-    sections.append(_table(head, rows))
+    sections.append(_table((*head, f"longest context {ran.servable_kind()}", "with a pipeline"), rows))
     sections.append("Tokens of KV cache against layout:\n\n```\n" + "\n".join(capacity_chart(bars)) + "\n```\n")
     return "\n".join([*sections, *diagrams])
 
 
-def _other(found: Weights, group: Cluster, first: Row, setting: Setting) -> tuple[object, ...]:
-    verdict = first.why
-    if not first.fits:
-        longest = longest_context(found, group, setting)
-        verdict += (
-            f"; longest context that fits: {longest[0]:,} as {longest[1].name}" if longest else "; no context fits"
-        )
+def _other(found: Weights, group: Cluster, planned: list[Row], setting: Setting) -> tuple[object, ...]:
+    first = planned[0]
+    offer = servable(found, group, setting, rows=planned)
+    stopped = longest(found, group, setting, standing=Standing.STOPPED)
+    longer = stopped and stopped.context > (offer.context if offer else 0)
     return (
         f"{group.label}, {group.hosts} host(s)",
         first.layout.name,
@@ -254,5 +252,7 @@ def _other(found: Weights, group: Cluster, first: Row, setting: Setting) -> tupl
         f"{first.memory.tokens:,}",
         f"{first.estimate.prefill:,.0f}",
         f"{first.estimate.decode_ms:.1f}",
-        verdict,
+        first.why,
+        f"{offer.context:,} as {offer.row.layout.name}" if offer else "none",
+        f"{stopped.context:,} as {stopped.row.layout.name}" if stopped and longer else "not longer",
     )

@@ -6,29 +6,54 @@ import dataclasses
 import itertools
 from typing import TYPE_CHECKING
 
-from deepinfer_sm80.topology import serve
-from deepinfer_sm80.topology.cluster import KNOWN, LINKS, Cluster
+from deepinfer_sm80.topology import ran, serve
 from deepinfer_sm80.topology.cuts import splits
 from deepinfer_sm80.topology.layout import LEGAL_TP, Layout, Memory, Setting, legal_stock, memory, replay
 from deepinfer_sm80.topology.roofline import PROMPT, Estimate, estimate
+from deepinfer_sm80.topology.serve import Standing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from deepinfer_sm80.model.config import ModelConfig
+    from deepinfer_sm80.topology.cluster import Cluster
     from deepinfer_sm80.topology.footprint import Weights
 
 ANSWER_TOKENS = 1024
 MAX_UNEQUAL_STAGES = 4  # asymmetric layouts of more stages are left out: each stage is one more hop
-MAX_SET = 32
+
+Ways = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Only:
+    """Sizes that the user has fixed; None: any."""
+
+    tp: int | None = None
+    pp: int | None = None
+    dp: int | None = None
+
+    def __str__(self) -> str:
+        """As it was asked for: ``--tp 8 --pp 1``; empty where nothing was."""
+        return " ".join(f"--{name} {size}" for name, size in dataclasses.asdict(self).items() if size is not None)
+
+    def admits(self, ways: Ways, dp: int) -> bool:
+        """Whether stages of ``ways`` tensor-parallel ranks, ``dp`` times, are of these sizes."""
+        tp_fits = self.tp is None or set(ways) == {self.tp}
+        return tp_fits and self.pp in (None, len(ways)) and self.dp in (None, dp)
+
+
+ANY = Only()
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
     """A judged layout. ``engram``: where its tables are, ``host``, ``gpu`` or ``disk``. ``with_replicas``: the command
-    once this package places replicas of KV sources, where only that is missing."""
+    once this package places replicas of KV sources, where only that is missing. ``cautions``: what in the command does
+    not run, never ran, or is taken as given."""
 
     layout: Layout
+    standing: Standing
     legal: bool
     replay: bool
     engram: str
@@ -38,6 +63,12 @@ class Row:
     estimate: Estimate
     command: str | None
     with_replicas: str | None
+    cautions: tuple[str, ...]
+
+    @property
+    def servable(self) -> bool:
+        """Whether it fits, vLLM has a command for it, and nothing in that is known to fail with this plugin."""
+        return self.fits and self.standing == Standing.SERVABLE
 
     @property
     def contexts(self) -> float:
@@ -50,19 +81,25 @@ class Row:
 
 
 def plan(
-    found: Weights, cluster: Cluster, setting: Setting, checkpoint: str = "DIR", tp: int | None = None
+    found: Weights,
+    cluster: Cluster,
+    setting: Setting,
+    checkpoint: str = "DIR",
+    only: Only = ANY,
+    replicas: bool = True,
 ) -> list[Row]:
-    """Every layout, best first: what fits, of that what vLLM serves before what it would with source
-    replicas and what it cannot, of that the least ``job_seconds``. ``tp``: only layouts of that size."""
-    every = layouts(found, cluster, setting)
-    wanted = (layout for layout in every if tp is None or set(layout.tp_per_stage) == {tp})
-    rows = [judge(found, layout, cluster, setting, checkpoint) for layout in wanted]
+    """Every layout of ``only`` these sizes, best first: what fits before what does not, then by ``Standing``, then what
+    fits by the least ``job_seconds`` and the rest by the least that is missing. Without ``replicas``: equal stages and
+    legal cuts only."""
+    rows = [
+        judge(found, layout, cluster, setting, checkpoint)
+        for layout in layouts(found, cluster, setting, only, replicas)
+    ]
 
     def order(row: Row) -> tuple[object, ...]:
         layout = row.layout
         last = row.job_seconds(setting.streams) if row.fits else -_room(row)
-        served = 0 if row.command else 1 if row.with_replicas else 2
-        return (not row.fits, served, last, layout.pp, layout.ep, layout.tp_per_stage, layout.split)
+        return (not row.fits, row.standing, last, layout.pp, layout.ep, layout.tp_per_stage, layout.split)
 
     return _compared(sorted(rows, key=order), setting)
 
@@ -90,21 +127,29 @@ def _compared(rows: list[Row], setting: Setting) -> list[Row]:
     return out
 
 
-def layouts(found: Weights, cluster: Cluster, setting: Setting, replicas: bool = True) -> Iterator[Layout]:
+def layouts(
+    found: Weights, cluster: Cluster, setting: Setting, only: Only = ANY, replicas: bool = True
+) -> Iterator[Layout]:
     """TP x PP x DP (x EP) over all GPUs, and pipelines of unequal stages, each with the cuts worth judging.
     Without ``replicas``: equal stages and legal cuts only."""
-    config, count, usable = found.config, cluster.count, cluster.gpu.usable
+    usable = cluster.gpu.usable
+    for ways, dp, ep in shapes(found.config, cluster.count, only):
+        for split in splits(found, ways, dp, ep, setting, usable, replicas):
+            yield Layout(split, ways, dp, ep)
+    for ways in _unequal(cluster.count) if replicas else []:
+        if only.admits(ways, 1):
+            for split in splits(found, ways, 1, 1, setting, usable):
+                yield Layout(split, ways)
+
+
+def shapes(config: ModelConfig, count: int, only: Only = ANY) -> Iterator[tuple[Ways, int, int]]:
+    """Ranks of each of the equal stages, replicas, and ranks that share whole experts, of ``count`` GPUs."""
     for tp in LEGAL_TP:
         for dp in (d for d in range(1, count // tp + 1) if count % (tp * d) == 0):
             pp = count // (tp * dp)
-            if pp > config.num_hidden_layers:
-                continue
-            for ep in _expert_ways(config, tp * dp):
-                for split in splits(found, (tp,) * pp, dp, ep, setting, usable, replicas):
-                    yield Layout(split, (tp,) * pp, dp, ep)
-    for ways in _unequal(count) if replicas else []:
-        for split in splits(found, ways, 1, 1, setting, usable):
-            yield Layout(split, ways)
+            if pp <= config.num_hidden_layers and only.admits((tp,) * pp, dp):
+                for ep in _expert_ways(config, tp * dp):
+                    yield (tp,) * pp, dp, ep
 
 
 def _expert_ways(config: ModelConfig, ranks: int) -> Iterator[int]:
@@ -125,23 +170,20 @@ def _unequal(count: int) -> list[tuple[int, ...]]:
 def judge(found: Weights, layout: Layout, cluster: Cluster, setting: Setting, checkpoint: str = "DIR") -> Row:
     """Memory, speed and the command of one layout."""
     config = found.config
-    kept = memory(found, layout, setting, cluster.gpu.usable)
-    engram, short_of_ram = serve.placement(layout, kept, cluster)
-    if short_of_ram:
-        on_gpu = memory(found, layout, setting, cluster.gpu.usable, tables_on_gpu=True)
-        if on_gpu.blocks - 1 >= on_gpu.per_request:
-            kept, engram, short_of_ram = on_gpu, "gpu", ""
-    # vLLM holds one block back for itself
-    enough = kept.blocks - 1 >= kept.per_request
+    kept, engram, short_of_ram = held(found, layout, setting, cluster)
+    enough = holds(kept)
     fits = enough and not short_of_ram
-    missing = serve.unservable(config, layout)
+    standing, missing = serve.standing(config, layout, cluster)
     reasons = [short_of_ram, "" if enough else _shortage(layout, kept, setting), missing]
-    line = serve.command(layout, setting, cluster, checkpoint, engram) if fits and layout.uniform else None
-    if line and not missing:
-        reasons.append(serve.notes(layout, setting))
+    line = serve.command(layout, setting, cluster, checkpoint, engram) if fits and standing < Standing.NONE else None
+    left_out = serve.notes(layout, setting) if line else ""
+    reasons.append("" if missing else left_out)
+    if ran.stopped(layout.pp) and standing < Standing.NONE:
+        reasons.append("pipelines do not run with this plugin yet")
     why = "; ".join(filter(None, reasons)) or f"{layout.dp * kept.blocks / kept.per_request:.2f} contexts fit"
     return Row(
         layout,
+        standing,
         legal_stock(config, layout),
         replay(config, layout),
         engram,
@@ -151,7 +193,24 @@ def judge(found: Weights, layout: Layout, cluster: Cluster, setting: Setting, ch
         estimate(found, layout, setting, cluster),
         None if missing else line,
         line if missing else None,
+        (*ran.cautions(layout, cluster), *([f"{left_out[0].upper()}{left_out[1:]}."] if left_out else [])),
     )
+
+
+def held(found: Weights, layout: Layout, setting: Setting, cluster: Cluster) -> tuple[Memory, str, str]:
+    """What a rank holds, where Engram's tables are, and why they are nowhere: in host memory, else on the GPU."""
+    kept = memory(found, layout, setting, cluster.gpu.usable)
+    engram, short_of_ram = serve.placement(layout, kept, cluster)
+    if short_of_ram and holds(kept):
+        on_gpu = memory(found, layout, setting, cluster.gpu.usable, tables_on_gpu=True)
+        if holds(on_gpu):
+            return on_gpu, "gpu", ""
+    return kept, engram, short_of_ram
+
+
+def holds(kept: Memory) -> bool:
+    """Whether the cache takes one context; vLLM holds one block back for itself."""
+    return kept.blocks - 1 >= kept.per_request
 
 
 def _shortage(layout: Layout, kept: Memory, setting: Setting) -> str:
@@ -163,75 +222,3 @@ def _shortage(layout: Layout, kept: Memory, setting: Setting) -> str:
         return f"{where} needs {needs:.1f} GiB before its KV cache and may use {kept.budget:.1f}"
     share = kept.blocks / kept.per_request
     return f"{where} has {kept.budget - needs:.1f} GiB for KV, {share:.2f} of a context of {setting.context:,} tokens"
-
-
-def longest_context(found: Weights, cluster: Cluster, setting: Setting) -> tuple[int, Layout] | None:
-    """The longest context, in steps of 4,096 tokens, that a replica holds in a layout vLLM serves; None: none."""
-    short = dataclasses.replace(setting, context=4096)
-    best: tuple[int, Layout] | None = None
-    for layout in layouts(found, cluster, short, replicas=False):
-        low = best[0] // 4096 + 1 if best else 1
-        high = setting.context // 4096
-        while low <= high:
-            middle = (low + high) // 2
-            if _holds(found, layout, cluster, dataclasses.replace(setting, context=middle * 4096)):
-                best, low = (middle * 4096, layout), middle + 1
-            else:
-                high = middle - 1
-    return best
-
-
-def _holds(found: Weights, layout: Layout, cluster: Cluster, setting: Setting) -> bool:
-    if serve.unservable(found.config, layout):
-        return False
-    kept = memory(found, layout, setting, cluster.gpu.usable)
-    return kept.blocks - 1 >= kept.per_request and not serve.placement(layout, kept, cluster)[1]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Smallest:
-    """The fewest GPUs of one kind that hold a context: with cuts vLLM takes, and with source replicas."""
-
-    cluster: Cluster
-    layout: Layout
-    replicas: bool
-
-
-def smallest_sets(found: Weights, setting: Setting) -> list[Smallest]:
-    """For every known card the smallest set, of up to 32, that holds one context; hosts of eight. Without a set that
-    vLLM serves today, or with a smaller one given source replicas, that one as well."""
-    out: list[Smallest] = []
-    hits: dict[tuple[float, bool], tuple[int, Layout] | None] = {}
-    for gpu in KNOWN:
-        if gpu.name in ("GA100", "A800"):
-            continue  # the same memory as the A100
-        for replicas in (False, True):
-            if (gpu.usable, replicas) not in hits:
-                hits[gpu.usable, replicas] = _smallest(found, setting, gpu.usable, replicas)
-            hit = hits[gpu.usable, replicas]
-            if hit is None or any(s.cluster.gpu is gpu and s.cluster.count <= hit[0] for s in out):
-                continue
-            count, layout = hit
-            hosts = -(-count // 8)
-            hosts = hosts if count % hosts == 0 else 1
-            out.append(Smallest(Cluster(gpu, count, hosts, None, LINKS["pcie4"]), layout, replicas))
-    return out
-
-
-def _smallest(found: Weights, setting: Setting, usable: float, replicas: bool) -> tuple[int, Layout] | None:
-    layers = found.config.num_hidden_layers
-    total = sum(found.stored(name) for name in found.components if name != "engram_tables") / 2**30
-    for count in range(max(1, int(total / usable / setting.utilisation)), MAX_SET + 1):
-        for tp in reversed(LEGAL_TP):
-            if count % tp or count // tp > layers:
-                continue
-            pp = count // tp
-            for ep in _expert_ways(found.config, tp):
-                for split in splits(found, (tp,) * pp, 1, ep, setting, usable, replicas):
-                    layout = Layout(split, (tp,) * pp, 1, ep)
-                    if not replicas and serve.unservable(found.config, layout):
-                        continue
-                    kept = memory(found, layout, setting, usable)
-                    if kept.blocks - 1 >= kept.per_request:
-                        return count, layout
-    return None

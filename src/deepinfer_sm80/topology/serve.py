@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import enum
 import json
 import shlex
 from typing import TYPE_CHECKING
 
+from deepinfer_sm80.topology import ran
 from deepinfer_sm80.topology.layout import legal_stock
 
 if TYPE_CHECKING:
@@ -20,19 +22,44 @@ HOST_RESERVE = 16.0  # GiB of RAM for the system and, below, each rank's process
 RANK_RESERVE = 2.0
 
 
-def unservable(config: ModelConfig, layout: Layout) -> str:
-    """Why vLLM cannot run ``layout`` whatever its memory; empty where it can."""
+class Standing(enum.IntEnum):
+    """How near a layout is to being served, the nearest first."""
+
+    SERVABLE = 0  # vLLM has a command, and nothing in it is known to fail with this plugin
+    STOPPED = 1  # vLLM has a command, and it needs what does not run with this plugin (ran.py)
+    REPLICAS = 2  # a command once source replicas are placed
+    NONE = 3  # vLLM has no command
+
+
+def standing(config: ModelConfig, layout: Layout, cluster: Cluster) -> tuple[Standing, str]:
+    """How near ``layout`` is to being served whatever its memory, and why vLLM has no command; empty where it has."""
     if not layout.uniform:
-        return "vLLM gives every stage the same tensor-parallel size, so there is no command for this"
+        return Standing.NONE, "vLLM gives every stage the same tensor-parallel size, so there is no command for this"
+    if _unplaceable(layout, cluster):
+        return Standing.NONE, (
+            "under Ray vLLM puts whole replicas on a host or whole hosts under a replica: replicas of "
+            f"{layout.gpus // layout.dp} GPUs and hosts of {cluster.per_host} are neither"
+        )
     if not legal_stock(config, layout) and not SOURCE_REPLICAS:
-        return "a cut inside a KV-sharing group needs source replicas, which stock vLLM does not place"
-    return ""
+        return (
+            Standing.REPLICAS,
+            "a cut inside a KV-sharing group needs source replicas, which stock vLLM does not place",
+        )
+    return (Standing.STOPPED if ran.stopped(layout.pp) else Standing.SERVABLE), ""
+
+
+def _unplaceable(layout: Layout, cluster: Cluster) -> bool:
+    """Replicas that vLLM 0.33.0 cannot spread over the hosts (``vllm/v1/engine/utils.py``, placement groups)."""
+    replica, host = layout.gpus // layout.dp, cluster.per_host
+    return cluster.hosts > 1 and layout.dp > 1 and host % replica != 0 and replica % host != 0
 
 
 def notes(layout: Layout, setting: Setting) -> str:
     """What the command leaves out; empty where nothing."""
     if layout.pp > 1 and setting.speculation and not DRAFT_OVER_PIPELINE:
-        return "the command is without speculation, which vLLM refuses over a pipeline (its memory is counted)"
+        return (
+            "the command is without speculation, which vLLM refuses over a pipeline (its memory and time are counted)"
+        )
     return ""
 
 
@@ -47,7 +74,7 @@ def command(layout: Layout, setting: Setting, cluster: Cluster, checkpoint: str,
         words.append("--enable-expert-parallel")
     if cluster.hosts > 1:
         words += ["--distributed-executor-backend", "ray"]
-        words += ["--data-parallel-backend", "ray"] if layout.dp > 1 else []
+        words += _replicas_over_hosts(layout, cluster)
     words += ["--max-model-len", setting.context, "--max-num-batched-tokens", setting.batched_tokens]
     words += ["--max-num-seqs", setting.streams, "--gpu-memory-utilization", f"{setting.utilisation:g}"]
     words += ["--engram-config", json.dumps({"use_thp": True} if engram == "host" else {"cpu_offload": False})]
@@ -56,9 +83,20 @@ def command(layout: Layout, setting: Setting, cluster: Cluster, checkpoint: str,
         draft = {"method": "dspark", "model": checkpoint, "num_speculative_tokens": setting.speculation}
         words += ["--speculative-config", json.dumps(draft)]
     line = " ".join(shlex.quote(str(word)) for word in words)
+    if cluster.hosts > 1 and layout.dp > 1 and layout.gpus // layout.dp > cluster.per_host:
+        line = f"VLLM_RAY_DP_PACK_STRATEGY=span {line}"
     if layout.pp > 1:
         line = f"VLLM_PP_LAYER_PARTITION={','.join(map(str, layout.split))} {line}"
     return line
+
+
+def _replicas_over_hosts(layout: Layout, cluster: Cluster) -> list[object]:
+    """vLLM takes all replicas to be on the first host unless it is told how many are; where one spans hosts it counts
+    by itself."""
+    if layout.dp == 1:
+        return []
+    here = cluster.per_host // (layout.gpus // layout.dp)
+    return ["--data-parallel-backend", "ray", *(["--data-parallel-size-local", here] if here else [])]
 
 
 def ram_needed(layout: Layout, tables: tuple[float, ...], cluster: Cluster) -> float:
