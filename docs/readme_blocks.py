@@ -14,6 +14,7 @@ import io
 import json
 import re
 import sys
+import textwrap
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
 from deepinfer_sm80.cli import main as command  # noqa: E402  (found through the path above)
+from deepinfer_sm80.topology import ran  # noqa: E402  (found through the path above)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -36,7 +38,7 @@ MACHINES = (
     ("Sixteen RTX 3090", "16xRTX3090"),
     ("Six GPUs of 64 GB", "6xA100-64GB"),
 )
-CONTEXTS = tuple(n << 10 for n in (1024, 896, 768, 640, 512, 384, 256, 192, 160, 128, 96, 64, 32))  # tokens
+WIDTH = 120
 
 Result = dict[str, Any]
 
@@ -129,37 +131,51 @@ LIMITS: tuple[tuple[str, Callable[[Iterable[Result]], bool]], ...] = (
 """What counts as never run until a committed result that passed says otherwise."""
 
 
+KINDS: tuple[tuple[str, Callable[[], bool]], ...] = (
+    (
+        "in a pipeline, with success: vLLM starts one with this plugin and stops on the first stage after the warm-up; "
+        "its log names a device-side assertion, the kept result only what the parent saw",
+        lambda: ran.PIPELINES,
+    ),
+    ("with data parallel replicas", lambda: ran.REPLICAS),
+    (f"on more than {ran.GPUS} GPUs at once", lambda: False),
+)
+"""Kinds of layouts that count as never run until the planner's ran.py says otherwise."""
+
+
 def limits(found: dict[Path, dict[str, Result]]) -> str:
     everything = [r for stages in found.values() for r in stages.values()]
     left = [what for what, was_run in LIMITS if not was_run(everything)]
-    return "Never run so far:\n\n" + ";\n".join(f"- {what}" for what in left) + "." if left else ""
+    left += [what for what, has_run in KINDS if not has_run()]
+    return "Never run so far:\n\n" + ";\n".join(_wrapped(f"- {what}", "  ") for what in left) + "."
+
+
+def _wrapped(text: str, indent: str = "") -> str:
+    return textwrap.fill(text, WIDTH - 1, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def serve() -> str:
-    """The command of each of MACHINES, at the longest of CONTEXTS for which stock vLLM has one."""
+    """For each of MACHINES the command that ``plan`` gives for the best layout that nothing is known to stop."""
     parts = []
     for name, gpus in MACHINES:
-        for context in CONTEXTS:
-            row = _plan(gpus, context)[0]
-            if row["fits"] and row.get("command"):
-                break
-        else:
-            raise RuntimeError(f"{gpus}: no layout with a command at any of {CONTEXTS}")
+        best = _plan(gpus)["best_servable"]
+        row = best["layout"]
         shape = f"tensor parallel {row['tp']}"
         shape += f", {row['pp']} pipeline stages" if row["pp"] > 1 else ""
         shape += f", data parallel {row['dp']}" if row["dp"] > 1 else ""
+        shape += ", whole experts on each GPU" if row["ep"] > 1 else ""
         command_line = row["command"].replace(" --", " \\\n    --")
-        parts.append(f"{name}, {context:,} tokens of context ({shape}):\n\n```\n{command_line}\n```")
+        part = f"{name}, {best['context']:,} tokens of context ({shape}):\n\n```\n{command_line}\n```"
+        parts.append("\n\n".join([part, _wrapped(" ".join(row["cautions"]))]) if row["cautions"] else part)
     return "\n\n".join(parts)
 
 
-def _plan(gpus: str, context: int) -> list[dict[str, Any]]:
+def _plan(gpus: str) -> dict[str, Any]:
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        command(["plan", "--gpus", gpus, "--context", str(context), "--json"])
-    text = out.getvalue()
-    rows: list[dict[str, Any]] = json.JSONDecoder().raw_decode(text)[0]["layouts"]
-    return sorted(rows, key=lambda row: not (row["fits"] and row.get("command")))
+        command(["plan", "--gpus", gpus, "--json"])
+    answer: dict[str, Any] = json.loads(out.getvalue())
+    return answer
 
 
 def output() -> str:

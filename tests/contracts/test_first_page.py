@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from deepinfer_sm80 import cli
 from deepinfer_sm80.cli import demo
 from deepinfer_sm80.cli.demo_operators import DECODED
 from deepinfer_sm80.ops import OPS
@@ -89,7 +90,33 @@ def test_a_limit_goes_when_a_run_passed_and_not_before(blocks, facts, gone):
     assert gone in blocks.limits({folder: {"serve": result(**facts) | {"ok": False}}})
     text = blocks.limits({folder: {"serve": result(**facts)}})
     assert gone not in text
-    assert text.count("\n- ") == len(blocks.LIMITS) - 1
+    assert text.count("\n- ") == len(blocks.LIMITS) + len(blocks.KINDS) - 1
+
+
+def test_what_the_planner_says_never_ran_is_a_limit(blocks, monkeypatch):
+    before = blocks.limits({})
+    monkeypatch.setattr(blocks.ran, "PIPELINES", True)
+    after = blocks.limits({})
+    assert "- in a pipeline, with success" in before
+    assert "in a pipeline" not in after
+    assert "- with data parallel replicas;" in after
+    assert all(len(line) <= 120 for line in README.partition("<!-- limits")[2].splitlines())
+
+
+def test_the_serve_commands_are_those_that_plan_prints(blocks, capsys):
+    commands = re.findall(
+        r"```\n(vllm serve .*?)\n```", README.partition("<!-- serve")[2].partition("<!-- end")[0], re.S
+    )
+    assert len(commands) == len(blocks.MACHINES)
+    for (_, gpus), command in zip(blocks.MACHINES, commands, strict=True):
+        cli.main(["plan", "--gpus", gpus])
+        assert "  " + command.replace(" \\\n    --", " --") + "\n" in capsys.readouterr().out
+
+
+def test_the_serve_commands_follow_what_runs(blocks, monkeypatch):
+    assert "pipeline" not in blocks.serve()
+    monkeypatch.setattr(blocks.ran, "PIPELINES", True)
+    assert "2 pipeline stages" in blocks.serve()
 
 
 def test_an_ampere_gpu_in_the_disguise_of_none_is_named_in_the_table(blocks):
