@@ -59,9 +59,9 @@ def k_norm_rope_store_kernel(
         plain = tl.load(row + d).to(tl.float32)
         tail = tl.load(row + NOPE + r).to(tl.float32)
 
-        # the key is bf16((x * rsqrt(mean(x^2) + eps)) * norm_weight)
+        # the key is bf16((x * (1 / sqrt(mean(x^2) + eps))) * norm_weight)
         mean = (tl.sum(plain * plain, axis=0) + tl.sum(tail * tail, axis=0)) * (1.0 / DIM)
-        norm = tl.math.rsqrt(mean + eps)
+        norm = tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
         plain = mul_rn(plain * norm, tl.load(norm_ptr + d).to(tl.float32))
         tail = mul_rn(tail * norm, tl.load(norm_ptr + NOPE + r).to(tl.float32))
         plain = fp32_to_bf16(plain).to(tl.float32)

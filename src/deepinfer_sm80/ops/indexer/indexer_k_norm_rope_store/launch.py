@@ -45,7 +45,7 @@ def indexer_k_norm_rope_store(
         valid = closes & (slot >= 0) & (slot < num_slots(kv_cache))
         x = k_pre[first:last].to(torch.float32)
         mean = x.square().sum(-1, keepdim=True) / _DIM
-        k = (x * torch.rsqrt(mean + eps) * norm_weight.to(torch.float32)).to(torch.bfloat16).to(torch.float32)
+        k = (x * (1.0 / torch.sqrt(mean + eps)) * norm_weight.to(torch.float32)).to(torch.bfloat16).to(torch.float32)
         group_start = torch.div(position, compress_ratio, rounding_mode="floor") * compress_ratio
         codes, scale = quantise(rotate(k[:, None], group_start, cos_sin_cache))
         _scatter(kv_cache, slot, valid, codes[:, 0], scale.view(torch.uint8))

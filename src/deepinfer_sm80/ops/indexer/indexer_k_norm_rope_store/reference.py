@@ -3,12 +3,13 @@
 With r = compress_ratio, for every row t < len(slot_mapping) where 0 <= slot_mapping[t] < blocks * block_size and
 (positions[t] + 1) % r == 0:
 
-    k = bf16((x * rsqrt(mean(x^2) + eps)) * norm_weight)          x = float32(k_pre[t]), all float32 before bf16
+    k = bf16((x * (1 / sqrt(mean(x^2) + eps))) * norm_weight)     x = float32(k_pre[t]), all float32 before bf16
     k = bf16(k with dims 64..127 rotated at positions[t] // r * r)
     s = 2^ceil(log2(max(max |k|, 1e-4) / 448))
     page of the slot: codes = e4m3(k / s), scale = float32 s
 
-Rotation as in indexer_q_rope_quant: float32, products and sum rounded one by one. A NaN element gets code 0x7F and does
+Root and quotient are each rounded to nearest: CUDA's rsqrt is off by up to 2 ulp, which changes codes. Rotation as in
+indexer_q_rope_quant: float32, products and sum rounded one by one. A NaN element gets code 0x7F and does
 not count towards s. Positions outside the table are clamped into it. All other bytes of the cache stay as they are;
 no two rows that are stored may name the same slot.
 
@@ -47,7 +48,7 @@ def indexer_k_norm_rope_store(
         if not 0 <= slot < num_slots(kv_cache) or (position + 1) % compress_ratio != 0:
             continue
         x = k_pre[t].float()
-        k = (x * torch.rsqrt(x.square().mean() + eps) * norm_weight.float()).bfloat16().float()
+        k = (x * (1.0 / torch.sqrt(x.square().mean() + eps)) * norm_weight.float()).bfloat16().float()
         at = min(max(position // compress_ratio * compress_ratio, 0), cos_sin_cache.shape[0] - 1)
         cos, sin = cos_sin_cache[at, :32], cos_sin_cache[at, 32:]
         even, odd = k[64::2].clone(), k[65::2].clone()
