@@ -306,6 +306,22 @@ def _records(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     return torch.cat((nope, record[..., NOPE_DIM:].contiguous().view(torch.bfloat16)), -1)
 
 
+def stable_expert_order(
+    sorted_token_ids: torch.Tensor,
+    expert_ids: torch.Tensor,
+    num_tokens_post_padded: torch.Tensor,
+    block_size: int,
+    num_routes: int,
+) -> torch.Tensor:
+    """By route, then stably by run of blocks of one expert."""
+    del num_routes
+    row = torch.arange(sorted_token_ids.shape[0], device=sorted_token_ids.device)
+    run = torch.nn.functional.pad((expert_ids[1:] != expert_ids[:-1]).cumsum(0), (1, 0))
+    segment = torch.where(row < num_tokens_post_padded, run[row // block_size], expert_ids.shape[0])
+    by_route = sorted_token_ids.argsort(stable=True)
+    return sorted_token_ids[by_route[segment[by_route].argsort(stable=True)]]
+
+
 CHAINS: dict[str, Any] = {
     chain.__name__: chain
     for chain in (
@@ -325,5 +341,6 @@ CHAINS: dict[str, Any] = {
         sparse_mla_prefill,
         inverse_rope_grouped,
         grouped_output_projection,
+        stable_expert_order,
     )
 }
