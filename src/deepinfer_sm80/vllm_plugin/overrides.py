@@ -98,6 +98,22 @@ OVERRIDES: tuple[Override, ...] = (
         "a pipeline stage without a layer of some cache group stops at start-up: the group's tensors name other stages",
         "vLLM projects a group without local layers to no tensors",
     ),
+    *(
+        Override(
+            "vllm.v1.worker.gpu.pp_utils",
+            f"PPHandler.{name}",
+            parameters,
+            f"{_HERE}.sampled_tokens:{name}",
+            "orders the broadcast of sampled tokens by a stream that is no longer the one in use without PyNccl",
+            "PPHandler asks for the current stream when it needs it",
+        )
+        for name, parameters in (
+            ("receive", ("self", "input_batch", "recv_drafts")),
+            ("broadcast", ("self", "sampled_token_ids", "num_sampled", "num_rejected", "input_batch")),
+            ("broadcast_drafts", ("self", "draft_tokens")),
+            ("get_prev_sampled_outputs", ("self",)),
+        )
+    ),
 )
 
 _originals: dict[str, Any] = {}
