@@ -1,6 +1,7 @@
 """``deepinfer-sm80 verify``: a right operator passes, a wrong one is named, and the exit code says which."""
 
 import json
+import warnings
 
 import pytest
 import torch
@@ -16,6 +17,14 @@ def test_table_and_exit_code(capsys):
     out = capsys.readouterr().out
     assert "3 of 3 operators keep their contract here" in out
     assert [line.split()[0] for line in out.splitlines()[3:6]] == list(QUICK)
+
+
+def test_an_overflow_that_the_reference_has_too_is_no_warning():
+    """engram_lookup's cases hold scales of 2^127; a GPU says nothing of the infinities, nor does the interpreter."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        found = verification.verify("engram_lookup", "cuda" if torch.cuda.is_available() else "cpu")
+    assert found.ok, found.detail
 
 
 def test_json_and_a_wrong_result(capsys, monkeypatch):
