@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from deepinfer_sm80.errors import EnvironmentValueError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +33,28 @@ class Switch:
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """A variable that lists names separated by commas; unset or empty is none of them."""
+    """A variable that lists names separated by commas; unset or empty is none of them. A name that is not ``known``
+    raises, naming the variable."""
 
     name: str
     meaning: str
+    known: Callable[[], Collection[str]]
     default: str = "none"
 
     def __call__(self) -> frozenset[str]:
-        return frozenset(os.environ.get(self.name, "").replace(",", " ").split())
+        found = frozenset(os.environ.get(self.name, "").replace(",", " ").split())
+        wrong = found - {"all", *self.known()}
+        if wrong:
+            allowed = f"all, or operators separated by commas (known: {', '.join(self.known())})"
+            got = ", ".join(sorted(wrong))
+            raise EnvironmentValueError(name=self.name, allowed=allowed, got=got, default=self.default)
+        return found
+
+
+def _operators() -> Collection[str]:
+    from deepinfer_sm80.ops import OPS  # which imports this module
+
+    return OPS
 
 
 DEEPINFER_DISABLE = Switch(
@@ -44,17 +62,28 @@ DEEPINFER_DISABLE = Switch(
 )
 DEEPINFER_FORCE = Switch(
     "DEEPINFER_FORCE",
-    "1: the plugin acts although the GPU is not of compute capability 8.x. For development: nothing but 8.x is tested.",
+    "1: the plugin acts although the GPU is not of compute capability 8.x. For development, not supported.",
 )
 
 DEEPINFER_PYTORCH_OPERATORS = Names(
     "DEEPINFER_PYTORCH_OPERATORS",
     "Operators that run as vectorised PyTorch instead of Triton kernels, `all` for every one: slow; to compare, or to "
     "find a suspect.",
+    _operators,
 )
 
 SWITCHES: tuple[Switch, ...] = (DEEPINFER_DISABLE, DEEPINFER_FORCE)
 VARIABLES: tuple[Switch | Names, ...] = (*SWITCHES, DEEPINFER_PYTORCH_OPERATORS)
+
+
+def fault() -> str | None:
+    """The sentence about the first variable that is set to what it cannot be, None where there is none."""
+    for variable in VARIABLES:
+        try:
+            variable()
+        except EnvironmentValueError as error:
+            return str(error)
+    return None
 
 
 def in_force(variable: Switch | Names) -> str:

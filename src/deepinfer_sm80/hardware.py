@@ -49,6 +49,9 @@ LIMITS: dict[Capability, Limits] = {
     (8, 7): Limits(smem_per_cta=166_912, smem_per_sm=167_936, threads_per_sm=1536, ctas_per_sm=16),
     (8, 9): Limits(smem_per_cta=101_376, smem_per_sm=102_400, threads_per_sm=1536, ctas_per_sm=24),
 }
+BUILT_FOR: tuple[Capability, ...] = ((8, 0), (8, 6))
+"""What kernels are laid out for. Elsewhere in 8.x they compile and fit; stock vLLM 0.33.0 has no path for
+DeepSeek-V4.1 on 8.7 and 8.9 either, so the plugin acts there and says that nothing has run."""
 
 
 def limits(capability: Capability) -> Limits:

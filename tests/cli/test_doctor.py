@@ -13,7 +13,8 @@ H100 = Gpu("NVIDIA H100", (9, 0), 80 << 30)
 @pytest.fixture
 def machine(monkeypatch):
     """A machine on which everything is right; each test takes one thing away."""
-    for name in ("DEEPINFER_FORCE", "DEEPINFER_DISABLE", "VLLM_PLUGINS", "CC", "CUDA_HOME", "CUDA_PATH"):
+    names = ("DEEPINFER_FORCE", "DEEPINFER_DISABLE", "DEEPINFER_PYTORCH_OPERATORS", "VLLM_PLUGINS")
+    for name in (*names, "CC", "CUDA_HOME", "CUDA_PATH"):
         monkeypatch.delenv(name, raising=False)
 
     def has(gpu=A100, vllm="0.33.0", entry_points=("found",)):
@@ -74,6 +75,25 @@ def test_switches(machine, capsys, monkeypatch):
     monkeypatch.setenv("DEEPINFER_FORCE", "1")
     machine(gpu=H100)
     assert main(["doctor"]) == 0
+
+
+def test_variables_are_shown_and_a_wrong_one_is_the_verdict(machine, capsys, monkeypatch):
+    monkeypatch.setenv("DEEPINFER_PYTORCH_OPERATORS", "indexer_topk")
+    assert main(["doctor"]) == 0
+    assert findings(capsys)["variables"] == "DEEPINFER_PYTORCH_OPERATORS=indexer_topk"
+    for name, value in (("DEEPINFER_FORCE", "yes"), ("DEEPINFER_DISABLE", "no"), ("DEEPINFER_PYTORCH_OPERATORS", "x")):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            assert main(["doctor"]) == 1
+        found = findings(capsys)
+        assert found["variables"].startswith(f"{name} must be ")
+        assert found["verdict"] == f"vLLM would not serve with this package: {found['variables']}"
+
+
+def test_a_gpu_that_nothing_has_run_on_is_said_to_be_one(machine, capsys):
+    machine(gpu=Gpu("NVIDIA L40S", (8, 9), 48 << 30))
+    assert main(["doctor"]) == 0
+    assert "compute capability 8.9 (untried: this plugin is built for 8.0 and 8.6" in findings(capsys)["verdict"]
 
 
 def test_a_missing_compiler_is_named(machine, capsys, monkeypatch, tmp_path):

@@ -73,6 +73,7 @@ ARROWS = [
     ),
     (f"{PACKAGE}.install.**", [*FOUNDATION, f"{PACKAGE}.install.**"]),
     (f"{PACKAGE}.cli.**", ["torch", "tokenizers", f"{PACKAGE}.**"]),
+    (f"{PACKAGE}.envs", [*FOUNDATION, f"{PACKAGE}.ops"]),  # the operators' names, which a variable may list
     (f"{PACKAGE}.hardware", ["torch", f"{PACKAGE}.errors"]),
     (f"{PACKAGE}.*", FOUNDATION),
     (PACKAGE, []),

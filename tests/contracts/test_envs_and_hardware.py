@@ -30,6 +30,17 @@ def test_nonsense_names_the_variable(text, monkeypatch):
         envs.DEEPINFER_FORCE()
 
 
+@pytest.mark.parametrize("variable", envs.VARIABLES, ids=lambda v: v.name)
+def test_every_variable_knows_a_wrong_value(variable, monkeypatch):
+    for each in envs.VARIABLES:
+        monkeypatch.delenv(each.name, raising=False)
+    assert envs.fault() is None
+    monkeypatch.setenv(variable.name, "mhc_pots")
+    with pytest.raises(EnvironmentValueError, match=f"{variable.name} must be .*, got 'mhc_pots'. Correct it"):
+        variable()
+    assert envs.fault().startswith(f"{variable.name} must be ")
+
+
 def test_limits_of_ampere():
     a100, ga102 = hardware.limits((8, 0)), hardware.limits((8, 6))
     assert (a100.smem_per_cta, ga102.smem_per_cta) == (163 * 1024, 99 * 1024)

@@ -7,6 +7,7 @@ import types
 
 import pytest
 
+from deepinfer_sm80.hardware import BUILT_FOR
 from deepinfer_sm80.vllm_plugin import activation, register
 from deepinfer_sm80.vllm_plugin.activation import ARCHITECTURES, REFUSING, decide
 from deepinfer_sm80.vllm_plugin.window import is_supported
@@ -39,6 +40,26 @@ def test_decision(monkeypatch, capability, version, environment, active, refuses
     assert (found.active, found.refuses) == (active, refuses)
     assert found.architectures == (ARCHITECTURES if active else REFUSING if refuses else {})
     assert found.reason
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 7), (8, 9)])
+def test_what_it_is_not_built_for_is_said_and_served(capability, caplog, monkeypatch):
+    found = decide(capability, "0.33.0")
+    assert found.active
+    assert found.untried is (capability not in BUILT_FOR)
+    assert ("untried: this plugin is built for 8.0 and 8.6" in found.reason) is found.untried
+    monkeypatch.setattr(activation, "_said", set())
+    with caplog.at_level("WARNING", "vllm.deepinfer_sm80"):
+        activation._say_once(found)
+    assert bool(caplog.records) is found.untried
+
+
+def test_a_variable_that_the_kernels_would_refuse_is_refused_at_the_start(monkeypatch):
+    monkeypatch.setenv("DEEPINFER_PYTORCH_OPERATORS", "mhc_pots")
+    found = decide((8, 0), "0.33.0")
+    assert (found.active, found.refuses, found.undecided) == (False, True, True)
+    assert found.reason.startswith("DEEPINFER_PYTORCH_OPERATORS must be all, or operators")
+    assert decide((9, 0), "0.33.0").architectures == {}, "where it does not act, its variables harm nobody"
 
 
 @pytest.mark.parametrize(

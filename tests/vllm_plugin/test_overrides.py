@@ -156,3 +156,13 @@ def test_a_replacement_that_cannot_be_imported_replaces_nothing(monkeypatch):
         with pytest.raises(ModuleNotFoundError, match="no_such_module"):
             overrides.apply_overrides()
         assert target.pick(None) == "theirs"
+
+
+def test_stock_vllm_has_no_path_on_any_8x_gpu():
+    """So nothing is taken away where the plugin acts, 8.9 included: what FlashMLA and DeepGEMM have code for."""
+    for module, name, families in (
+        ("vllm.v1.attention.ops.flashmla", "is_flashmla_sparse_supported", {90, 100}),
+        ("vllm.platforms.cuda", "CudaPlatformBase.support_deep_gemm", {90, 100, 120}),
+    ):
+        constants = [n.value for n in ast.walk(source.definition(module, name)) if isinstance(n, ast.Constant)]
+        assert {value for value in constants if type(value) is int} == families

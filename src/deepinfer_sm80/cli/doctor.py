@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, entry_points, files, versio
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deepinfer_sm80 import __version__
+from deepinfer_sm80 import __version__, envs
 from deepinfer_sm80.hardware import LIMITS, current_gpu
 
 if TYPE_CHECKING:
@@ -22,7 +22,12 @@ CUDA = "/usr/local/cuda"
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    subparsers.add_parser("doctor", help="say what is installed and whether vLLM would serve with this package here")
+    subparsers.add_parser(
+        "doctor",
+        help="say what is installed and whether vLLM would serve with this package here",
+        description="Print one line for each finding and a verdict; nothing is changed. Exit "
+        "code 0: a vLLM started here would serve DeepSeek-V4.1 with this package, 1: it would not, and why.",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -38,6 +43,7 @@ def run(args: argparse.Namespace) -> int:
         "gpu": _gpu(),
         "entry point": _entry_point(),
         "compilers": _compilers(),
+        "variables": _variables(),
         "verdict": sentence,
     }
     for name, finding in lines.items():
@@ -50,6 +56,9 @@ def plugin_decision() -> tuple[bool, str]:
     from deepinfer_sm80.vllm_plugin.activation import decide
     from deepinfer_sm80.vllm_plugin.window import installed_vllm
 
+    wrong = envs.fault()
+    if wrong is not None:
+        return False, wrong
     gpu = current_gpu()
     decision = decide(gpu.capability if gpu else None, installed_vllm())
     return decision.active, decision.reason
@@ -86,6 +95,15 @@ def _filtered_by_vllm() -> str | None:
 def _entry_point() -> str:
     checks: tuple[Callable[[], str | None], ...] = (_not_found_by_vllm, _filtered_by_vllm)
     return next((found for check in checks if (found := check())), "visible to vLLM")
+
+
+def _variables() -> str:
+    """Those of ours that are set, or the sentence about one that is set to what it cannot be."""
+    wrong = envs.fault()
+    if wrong is not None:
+        return wrong
+    found = [f"{v.name}={envs.in_force(v)}" for v in envs.VARIABLES if os.environ.get(v.name)]
+    return ", ".join(found) or "none of ours is set (deepinfer-sm80 env lists them)"
 
 
 def _compilers() -> str:

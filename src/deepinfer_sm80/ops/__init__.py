@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from deepinfer_sm80 import envs, hardware
-from deepinfer_sm80.errors import EnvironmentValueError, UnknownOpError
+from deepinfer_sm80.errors import UnknownOpError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -71,13 +71,6 @@ def launcher(op: str) -> Callable[..., Any]:
     UnknownOpError, EnvironmentValueError.
     """
     stays = envs.DEEPINFER_PYTORCH_OPERATORS()
-    if stays - {"all", *OPS}:
-        raise EnvironmentValueError(
-            name=envs.DEEPINFER_PYTORCH_OPERATORS.name,
-            allowed=f"all, or operators separated by commas (known: {', '.join(OPS)})",
-            got=", ".join(sorted(stays - {"all", *OPS})),
-            default="none",
-        )
     compiled = kernel(op) if hardware.torch_sees_a_gpu() and not {"all", op} & stays else None
     return compiled or pytorch(op)
 

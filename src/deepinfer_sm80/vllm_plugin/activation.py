@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from deepinfer_sm80 import envs
+from deepinfer_sm80.hardware import BUILT_FOR
 from deepinfer_sm80.vllm_plugin.window import SUPPORTED_VLLM, installed_vllm, is_supported
 
 if TYPE_CHECKING:
@@ -22,6 +23,8 @@ REFUSING: Mapping[str, str] = {
     "DSparkV41DraftModel": "deepinfer_sm80.vllm_plugin.refusal:DSparkDeepseekV4ForCausalLM",
 }
 
+UNTRIED = "untried: this plugin is built for 8.0 and 8.6, and nothing has run on this one"
+
 _said: set[str] = set()
 
 
@@ -29,13 +32,15 @@ _said: set[str] = set()
 class Activation:
     """What ``register`` will do: ``active`` serves, ``refuses`` registers a class that refuses with the remedy.
 
-    ``undecided``: it refuses because the facts could not be found out.
+    ``undecided``: it refuses because the facts could not be found out. ``untried``: no kernel of ours has run on this
+    kind of GPU, or as its code.
     """
 
     active: bool
     refuses: bool
     reason: str
     undecided: bool = False
+    untried: bool = False
 
     @property
     def architectures(self) -> Mapping[str, str]:
@@ -58,6 +63,11 @@ def decide(capability: tuple[int, int] | None, vllm_version: str | None) -> Acti
         return Activation(False, False, f"{found}; this plugin acts on 8.x (DEEPINFER_FORCE=1 overrides)")
     if not is_supported(vllm_version):
         return Activation(False, True, f"vLLM {vllm_version} is outside the supported window {SUPPORTED_VLLM}")
+    wrong = envs.fault()  # before 509 GB are read, not when the first operator is asked for
+    if wrong is not None:
+        return Activation(False, True, wrong, undecided=True)
+    if capability is not None and capability[0] == 8 and capability not in BUILT_FOR:
+        return Activation(True, False, f"{found} ({UNTRIED}), vLLM {vllm_version}", untried=True)
     return Activation(True, False, f"{found}, vLLM {vllm_version}")
 
 
@@ -107,6 +117,8 @@ def _say_once(activation: Activation) -> None:
     logger = logging.getLogger("vllm.deepinfer_sm80")
     if activation.refuses:
         logger.warning("DeepInfer-SM80 will refuse DeepSeek-V4.1: %s", activation.reason)
+    elif activation.untried:
+        logger.warning("DeepInfer-SM80 registered DeepSeek-V4.1: %s", activation.reason)
     elif activation.active:
         logger.debug("DeepInfer-SM80 registered DeepSeek-V4.1: %s", activation.reason)
     else:
