@@ -80,6 +80,10 @@ class UnsupportedOptionError(DeepInferError, ValueError):
     template = "DeepInfer-SM80 does not serve DeepSeek-V4.1 with {option}={found}: allowed is {allowed}. {remedy}"
 
 
+class OptionError(DeepInferError, ValueError):
+    template = "{option} must be {allowed}, found {found}. {remedy}"
+
+
 class DemoError(DeepInferError, RuntimeError):
     template = (
         "The demo stopped while {what}: {found}. Run deepinfer-sm80 doctor and deepinfer-sm80 verify; if both are "
@@ -111,3 +115,13 @@ class SequenceStateError(DeepInferError, ValueError):
 
 class BenchmarkError(DeepInferError, ValueError):
     template = "Benchmark: {what} must be {allowed}, found {found}. {remedy}"
+
+
+def reason(error: OSError | ValueError) -> str:
+    """Why a file could not be read or written, in words: no number of an errno, no name of a class."""
+    if isinstance(error, OSError):
+        return (error.strerror or "an input or output error").lower()
+    if isinstance(error, UnicodeDecodeError):
+        return "bytes that are no text"
+    line = getattr(error, "lineno", None)
+    return "what is no JSON" if line is None else f"what is no JSON in line {line}"

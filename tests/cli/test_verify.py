@@ -1,13 +1,18 @@
 """``deepinfer-sm80 verify``: a right operator passes, a wrong one is named, and the exit code says which."""
 
 import json
+import re
+import subprocess
 import warnings
 
 import pytest
 import torch
 
-from deepinfer_sm80 import cli, ops
+from deepinfer_sm80 import cli, hardware, ops
+from deepinfer_sm80.bench import lowering, report
+from deepinfer_sm80.hardware import Gpu
 from deepinfer_sm80.testing import verification
+from deepinfer_sm80.testing.verification import Verdict
 
 QUICK = ("mhc_post", "engram_lookup", "grouped_output_projection")
 
@@ -25,6 +30,38 @@ def test_an_overflow_that_the_reference_has_too_is_no_warning():
         warnings.simplefilter("error", RuntimeWarning)
         found = verification.verify("engram_lookup", "cuda" if torch.cuda.is_available() else "cpu")
     assert found.ok, found.detail
+
+
+@pytest.mark.parametrize("commit", ["abc1234", None])
+def test_json_names_lowering_and_commit(capsys, monkeypatch, commit):
+    """A result without its commit and the code that it ran says nothing later."""
+    gpu, entered = Gpu("NVIDIA H200", (9, 0), 0), []
+    monkeypatch.setattr(hardware, "torch_sees_a_gpu", lambda: True)
+    monkeypatch.setattr(hardware, "current_gpu", lambda: gpu)
+    monkeypatch.setattr(lowering, "enter", lambda wanted, real: entered.append((wanted, real)) or "sm80")
+    monkeypatch.setattr(report, "source_commit", lambda: commit)
+    right = Verdict("mhc_post", "kernel", 5, True, True, "within 1 ulp", 0.1)
+    monkeypatch.setattr(verification, "verify", lambda op, device: right)
+    assert cli.main(["verify", "--op=mhc_post", "--json", "--lowering=sm80"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["device"], found["lowering"], found["commit"]) == ("NVIDIA H200", "sm80", commit)
+    assert entered == [("sm80", (9, 0))]
+    assert cli.main(["verify", "--op=mhc_post", "--json", "--commit=def5678"]) == 0
+    assert json.loads(capsys.readouterr().out)["commit"] == "def5678"
+    assert cli.main(["verify", "--op=mhc_post"]) == 0
+    assert capsys.readouterr().out.startswith("NVIDIA H200, lowering sm80\n")
+
+
+def test_a_commit_is_that_of_our_checkout_or_none(monkeypatch, tmp_path):
+    assert re.match(r"[0-9a-f]{40}(\+changes)?$", report.source_commit())
+    for words in (
+        ("init", "-q"),
+        ("-c", "user.name=x", "-c", "user.email=x", "commit", "-q", "--allow-empty", "-m", "x"),
+    ):
+        subprocess.run(["git", *words], cwd=tmp_path, check=True)
+    (tmp_path / "report.py").touch()
+    monkeypatch.setattr(report, "__file__", str(tmp_path / "report.py"))
+    assert report.source_commit() is None, "installed into a folder of somebody else's repository"
 
 
 def test_json_and_a_wrong_result(capsys, monkeypatch):

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 
 CAPABILITIES: dict[str, Capability] = {"sm80": (8, 0), "sm86": (8, 6)}
 LOWERINGS = (*CAPABILITIES, "native")
+HELP = (
+    "compute capability that kernels are compiled for; native: this GPU's own. Default: sm80 on a newer GPU where the "
+    "test aid for it is importable, else native"
+)
 AID, SETTING = "ampere_disguise", "AMPERE_DISGUISE"
 
 

@@ -71,7 +71,7 @@ def facts(driver: str, commit: str = "") -> dict[str, str]:
     import triton
 
     return {
-        "commit": commit or _git_commit(),
+        "commit": commit or source_commit() or "unknown",
         "torch": str(torch.__version__),
         "triton": str(triton.__version__),
         "driver": driver,
@@ -79,14 +79,21 @@ def facts(driver: str, commit: str = "") -> dict[str, str]:
     }
 
 
-def _git_commit() -> str:
-    """The commit of the sources, with "+changes" where files differ from it."""
-    here = Path(__file__).parent
+def source_commit() -> str | None:
+    """The commit of the checkout that this package runs from, with "+changes" where files differ from it.
+
+    None where it is no checkout of ours: an installed package may lie inside somebody else's.
+    """
+    here = Path(__file__)
     try:
-        commit, changes = (
-            subprocess.run(["git", *command], cwd=here, capture_output=True, text=True, check=True).stdout.strip()
-            for command in (("rev-parse", "HEAD"), ("status", "--porcelain", "--", "."))
+        _, commit, changes = (
+            subprocess.run(["git", *words], cwd=here.parent, capture_output=True, text=True, check=True).stdout.strip()
+            for words in (
+                ("ls-files", "--error-unmatch", here.name),
+                ("rev-parse", "HEAD"),
+                ("status", "--porcelain", "--", "."),
+            )
         )
     except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+        return None
     return f"{commit}+changes" if changes else commit
