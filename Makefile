@@ -40,6 +40,7 @@ docs: $(STAMP) $(TRITON38)  ## write the generated tables of docs/
 	@$(BIN)/deepinfer-sm80 plan --page > docs/.05.new && mv docs/.05.new docs/05_TOPOLOGY_1M_CONTEXT_ANALYSIS_SM80.md
 	@$(BIN)/deepinfer-sm80 sensitivity --page benchmarks/results/nvidia-h200/sensitivity-tiny.json benchmarks/results/nvidia-h200/sensitivity-layer.json > docs/.sensitivity.new && mv docs/.sensitivity.new docs/sensitivity.md
 	@$(BIN)/python benchmarks/serving/step.py --report > docs/.step.new && mv docs/.step.new docs/step-times.md
+	@$(BIN)/python benchmarks/serving/prove_multi_gpu.py --report --out benchmarks/results/nvidia-h200-x2/prove_multi_gpu > docs/.multi.new && mv docs/.multi.new docs/multi-gpu.md
 	@$(BIN)/python docs/readme_blocks.py
 
 transcripts: $(STAMP)  ## record make demo and make test in a clean clone: docs/transcripts

@@ -78,7 +78,8 @@ def runs(found: dict[Path, dict[str, Result]]) -> list[Run]:
             groups.setdefault(code, {})[name] = result
         for code, group in sorted(groups.items(), key=lambda item: item[0] == "judged"):
             machine = next((r for r in group.values() if r.get("gpu")), machines[0])
-            gpus = max(r.get("facts", {}).get("gpus") or 1 for r in group.values())
+            whole = stages if code == "judged" else group  # what judges uses no GPU: it belongs to the run
+            gpus = max(r.get("facts", {}).get("gpus") or 1 for r in whole.values())
             torch, triton = machine["torch"].partition("+")[0], machine["triton"]
             vllm = machine.get("vllm", BEFORE_IT_WAS_RECORDED)
             rows.append(

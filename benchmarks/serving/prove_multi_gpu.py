@@ -25,7 +25,15 @@ HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
 from limits import MEAN, TIE  # noqa: E402  (found through the path above)
-from running import failure, run_process, said  # noqa: E402  (found through the path above)
+from running import (  # noqa: E402
+    digest,
+    failure,
+    require_checkpoint,
+    require_engine,
+    require_folder,
+    run_process,
+    said,
+)
 
 if TYPE_CHECKING:
     from deepinfer_sm80.model.config import ModelConfig
@@ -64,7 +72,8 @@ def run_stage(name: str, args: argparse.Namespace) -> int:
         environment.pop("PROVE_SHARED_GPU", None)
     if args.capability:
         environment["AMPERE_DISGUISE"] = args.capability
-    return run_process(__file__, name, args, environment, checkpoint=args.model.name)
+    facts = {"checkpoint": args.model.name, "checkpoint_sha256": digest(args.model)} if args.model else {}
+    return run_process(__file__, name, args, environment, **facts)
 
 
 def layout(name: str, model: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
@@ -218,12 +227,13 @@ def report(out: pathlib.Path) -> str:
         "# Several GPUs",
         "",
         "Written by `benchmarks/serving/prove_multi_gpu.py --report`; do not edit. Stock vLLM 0.33.0 with this plugin,",
-        f"checkpoint `{machine.get('checkpoint', 'tiny')}`, every layer computed for every token. Log-probabilities of",
-        "the same prompts against one GPU, and greedy tokens, 64 for each of eight prompts; where they part, the gap",
-        "between one GPU's two best.",
+        "every layer computed for every token. Log-probabilities of the same prompts against one GPU, and greedy",
+        "tokens, 64 for each of eight prompts; where they part, the gap between one GPU's two best.",
         "",
         f"GPUs: two {machine.get('gpu')}, code for {machine.get('lowering')}; torch {machine.get('torch')}, "
-        f"Triton {machine.get('triton')}.",
+        f"Triton {machine.get('triton')}. Commit {_all(results, 'commit') or 'not recorded'}.",
+        "",
+        _checkpoint(results),
         "",
         "| layout | result | boot, s | mean difference | largest | same tokens | widest gap where they part |",
         "|---|---|---|---|---|---|---|",
@@ -243,6 +253,19 @@ def report(out: pathlib.Path) -> str:
     wrong = [f"`{name}`: {run['error'].splitlines()[-1]}." for name, run in results.items() if run.get("error")]
     lines += ["", *wrong] if wrong else []
     return "\n".join(lines) + "\n"
+
+
+def _all(results: dict[str, Any], key: str) -> str:
+    """What the results say under ``key``, every value once."""
+    return ", ".join(sorted({run[key] for run in results.values() if run.get(key)}))
+
+
+def _checkpoint(results: dict[str, Any]) -> str:
+    name = _all(results, "checkpoint") or "tiny"
+    known = _all(results, "checkpoint_sha256")
+    if known:
+        return f"Checkpoint `{name}`, SHA-256 of its files {known}."
+    return f"Checkpoint `{name}`; no digest of it was recorded, and what another commit writes by that name may differ."
 
 
 def _times(results: dict[str, Any]) -> list[str]:
@@ -316,7 +339,7 @@ def main() -> int:
     parser.add_argument("--tail", type=int, default=25, help="log lines shown of a failed stage")
     parser.add_argument("--report", action="store_true")
     args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
+    require_folder(parser, "--out", args.out)
     if args.report:
         print(report(args.out), end="")
         return 0
@@ -324,6 +347,10 @@ def main() -> int:
         inside(args.inside, args)
         return 0
     names = args.stage or list(STAGES)
+    if any(name != "compare" for name in names):
+        require_checkpoint(parser, args.model)
+        require_engine(parser)
+        digest(args.model)  # once, before processes share the disk
     if args.together:
         os.environ["PROVE_SHARED_GPU"] = "1"
     with ThreadPoolExecutor(len(LAYOUTS) if args.together else 1) as pool:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import json
 import re
 import subprocess
 import sys
 import time
 import traceback
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -16,6 +19,46 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 LIMIT_S = 540
+VLLM = "0.33.0"
+
+
+def require_engine(parser: argparse.ArgumentParser) -> None:
+    """End the script with a sentence where vLLM is missing: every stage would say so after another."""
+    if find_spec("vllm") is None:
+        parser.error(
+            f"stages that start an engine need vLLM {VLLM}, which cannot be imported here: run this in the environment "
+            f"where it is installed (pip install vllm=={VLLM})"
+        )
+
+
+def require_checkpoint(parser: argparse.ArgumentParser, model: pathlib.Path | None) -> None:
+    """End the script with a sentence where ``model`` is no checkpoint's folder."""
+    if model is None or not (model / "config.json").is_file():
+        found = "nothing" if model is None else f"{model}, which has no config.json"
+        parser.error(
+            f"--model must be the folder of a checkpoint, found {found}: write one with deepinfer-sm80 make-checkpoint"
+        )
+
+
+def require_folder(parser: argparse.ArgumentParser, option: str, path: pathlib.Path) -> None:
+    """Make the folder ``path`` of ``option``, or end the script with a sentence."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        found = f"{path} ({error.strerror.lower()})"
+        parser.error(f"{option} must be a folder that can be written, found {found}: name another")
+
+
+@functools.cache
+def digest(model: pathlib.Path) -> str:
+    """SHA-256 over the names and bytes of a checkpoint's files: one name, such as ``tiny``, had several contents."""
+    found = hashlib.sha256()
+    for path in sorted(model.iterdir()):
+        found.update(path.name.encode())
+        with path.open("rb") as file:
+            while part := file.read(1 << 24):
+                found.update(part)
+    return found.hexdigest()
 
 
 def run_process(script: str, name: str, args: argparse.Namespace, environment: Mapping[str, str], **facts: Any) -> int:

@@ -135,6 +135,32 @@ def test_ranks_that_noted_too_little_fail_the_layout(proof, rows, sent, pipeline
         proof.asked_of_ranks(engine, config, pipeline)
 
 
+def test_the_page_names_commit_and_checkpoint(proof, tmp_path):
+    """``tiny`` has had several contents; what a run was of is in its results, or is said not to be."""
+    write(tmp_path, "tp1", run([[-1.0]], [[5]], [[[-1.0, -2.0]]]) | {"commit": "abc1234"})
+    page = proof.report(tmp_path)
+    assert "Commit abc1234." in page
+    assert "Checkpoint `tiny`; no digest of it was recorded" in page
+    known = {"commit": "def5678", "checkpoint": "layer", "checkpoint_sha256": "0f" * 32}
+    write(tmp_path, "tp1", run([[-1.0]], [[5]], [[[-1.0, -2.0]]]) | known)
+    assert f"Checkpoint `layer`, SHA-256 of its files {'0f' * 32}." in proof.report(tmp_path)
+
+
+def test_the_committed_page_shows_the_committed_results(proof):
+    results = ROOT / "benchmarks/results/nvidia-h200-x2/prove_multi_gpu"
+    assert (ROOT / "docs/multi-gpu.md").read_text(encoding="utf-8") == proof.report(results), "run make docs"
+
+
+def test_a_digest_is_of_names_and_bytes(proof, tmp_path):
+    seen = set()
+    for number, (name, text) in enumerate((("a", "x"), ("a", "y"), ("b", "x"))):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / name).write_text(text)
+        seen.add(proof.digest(folder))
+    assert len(seen) == 3
+
+
 def test_nothing_compared_is_no_success(proof, tmp_path):
     (tmp_path / "tp1.json").write_text(json.dumps({"ok": False}))
     assert proof.compare(tmp_path)["ok"] is False
@@ -161,7 +187,10 @@ def test_times_are_taken_alone_after_the_layouts(proof, monkeypatch, tmp_path):
     ran = []
     monkeypatch.setattr(proof, "run_stage", lambda name, args: ran.append(name) or 0)
     monkeypatch.setattr(proof.os, "environ", dict(proof.os.environ))
-    monkeypatch.setattr(sys, "argv", ["prove_multi_gpu.py", "--out", str(tmp_path), "--together"])
+    monkeypatch.setattr(proof, "require_engine", lambda parser: None)
+    (tmp_path / "config.json").touch()
+    command = ["prove_multi_gpu.py", "--out", str(tmp_path), "--model", str(tmp_path), "--together"]
+    monkeypatch.setattr(sys, "argv", command)
     assert proof.main() == 0
     layouts = len(proof.LAYOUTS)
     assert set(ran[:layouts]) == set(proof.LAYOUTS)

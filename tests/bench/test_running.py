@@ -65,3 +65,25 @@ def test_a_process_that_hangs_is_stopped_at_the_limit(running, tmp_path):
     found = json.loads((tmp_path / "hangs.json").read_text())
     assert found["error"] == "stopped after 1 s, no result"
     assert found["wall_s"] < 30
+
+
+def refusal(check, capsys, *given):
+    parser = argparse.ArgumentParser(prog="prove.py")
+    with pytest.raises(SystemExit) as ended:
+        check(parser, *given)
+    assert ended.value.code == 2
+    return capsys.readouterr().err.splitlines()[-1]
+
+
+def test_what_every_stage_needs_is_asked_for_once(running, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(running, "find_spec", lambda name: None)
+    assert "need vLLM 0.33.0, which cannot be imported here" in refusal(running.require_engine, capsys)
+    said = refusal(running.require_checkpoint, capsys, None)
+    assert "--model must be the folder of a checkpoint, found nothing: write one with" in said
+    said = refusal(running.require_checkpoint, capsys, tmp_path)
+    assert f"found {tmp_path}, which has no config.json" in said
+    (tmp_path / "config.json").touch()
+    running.require_checkpoint(argparse.ArgumentParser(), tmp_path)
+    said = refusal(running.require_folder, capsys, "--out", tmp_path / "config.json")
+    assert "--out must be a folder that can be written, found" in said
+    assert "(file exists): name another" in said

@@ -127,6 +127,20 @@ def test_an_ampere_gpu_in_the_disguise_of_none_is_named_in_the_table(blocks):
     assert "| NVIDIA A40 | its own | 0.33.0, 2.11.0, 3.6.0 | serve |" in table
 
 
+def test_what_judges_a_run_stands_beside_its_gpus(blocks):
+    """It uses none itself, and belongs to the run whose stages it compared."""
+    folder = ROOT / "benchmarks/results/x/prove_x"
+    stages = {
+        "tp1": result(facts={"gpus": 1}),
+        "tp2": result(facts={"gpus": 2}),
+        "compare": {"ok": True, "facts": {"tp2": "mean 0.001"}},
+    }
+    assert {(row.gpu, row.passed) for row in blocks.runs({folder: stages})} == {
+        ("2 x NVIDIA H200", ("tp1", "tp2")),
+        ("2 x NVIDIA H200", ("compare",)),
+    }
+
+
 def test_transcript_of_the_demo():
     command, said, code = transcript("demo")
     text = "\n".join(said)
