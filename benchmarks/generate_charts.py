@@ -4,7 +4,7 @@ Figures that others have published for other hardware (benchmarks/published.json
 
     python3 benchmarks/generate_charts.py [--summary FILE] [--out FOLDER] [--refresh]
 
-Writes SVG and PNG. Needs matplotlib. --refresh first writes the summary anew from the recorded rows and from
+Writes SVG and PNG. Needs matplotlib and torch. --refresh first writes the summary anew from the recorded rows and from
 docs/resources.md. A chart is drawn on a light card of its own, so that it reads on light and on dark pages.
 """
 
@@ -16,15 +16,22 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
 
-import matplotlib
+from deepinfer_sm80.cli import needs
 
-matplotlib.use("agg")
+try:
+    import matplotlib
 
-from matplotlib.figure import Figure
+    matplotlib.use("agg")
 
-from deepinfer_sm80.bench import rows
-from deepinfer_sm80.bench.providers import PROVIDERS
-from deepinfer_sm80.bench.rows import gpu_folder
+    from matplotlib.figure import Figure
+
+    from deepinfer_sm80.bench import rows
+    from deepinfer_sm80.bench.providers import PROVIDERS
+    from deepinfer_sm80.bench.rows import gpu_folder
+except ModuleNotFoundError as error:
+    needs.leave("benchmarks/generate_charts.py", error)
+
+from deepinfer_sm80.errors import reason
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results"
@@ -270,7 +277,15 @@ def main(argv=None):
     args = parser.parse_args(argv)
     if args.refresh:
         rows.write_summary(args.summary.parent, ROOT / "docs/resources.md")
-    for path in draw(json.loads(args.summary.read_text(encoding="utf-8")), args.out):
+    try:
+        summary = json.loads(args.summary.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        parser.error(
+            f"--summary must be a summary of rows, such as {RESULTS / rows.SUMMARY}, found {reason(error)} "
+            f"({args.summary}): name another file, or write it with --refresh"
+        )
+    needs.folder(parser, "--out", args.out)
+    for path in draw(summary, args.out):
         print(path)
     return 0
 

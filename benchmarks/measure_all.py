@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 from deepinfer_sm80 import hardware
 from deepinfer_sm80.bench import rows
 from deepinfer_sm80.bench.lowering import AID
+from deepinfer_sm80.cli import needs
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
@@ -153,6 +154,13 @@ def main(argv=None):
     parser.add_argument("--logs", type=Path, default=Path("logs"))
     parser.add_argument("--gpus", type=int, choices=(1, 2), help="default: two if there are")
     args = parser.parse_args(argv)
+    needs.folder(parser, "--results", args.results)
+    needs.folder(parser, "--logs", args.logs)
+    if args.model and not (args.model / "config.json").is_file():
+        parser.error(
+            f"--model must be the folder of a checkpoint, found {args.model}, which has no config.json: write one with "
+            "deepinfer-sm80 make-checkpoint"
+        )
     end = time.monotonic() + args.seconds
     gpu = hardware.current_gpu()
     if gpu is None:

@@ -17,10 +17,16 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
 
-from deepinfer_sm80 import ops
-from deepinfer_sm80.bench import report, rows, runner
-from deepinfer_sm80.bench.lowering import LOWERINGS
-from deepinfer_sm80.bench.measure import DeviceLostError
+from deepinfer_sm80.cli import needs
+
+try:
+    from deepinfer_sm80 import ops
+    from deepinfer_sm80.bench import report, rows, runner
+    from deepinfer_sm80.bench.lowering import LOWERINGS
+    from deepinfer_sm80.bench.measure import DeviceLostError
+except ModuleNotFoundError as error:
+    needs.leave(sys.argv[0], error)
+
 from deepinfer_sm80.errors import BenchmarkError
 from deepinfer_sm80.hardware import torch_sees_a_gpu
 
@@ -42,7 +48,9 @@ def parse(operators, description, argv):
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the rows and of the summary")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="no case begins later; default %(default)s")
     parser.add_argument("--journal", type=Path, help=argparse.SUPPRESS)
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    needs.folder(parser, "--results", args.results)
+    return args
 
 
 class Journal(runner.Saying):

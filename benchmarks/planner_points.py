@@ -16,6 +16,7 @@ from types import SimpleNamespace as Stub
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
 
+from deepinfer_sm80.cli import needs
 from deepinfer_sm80.model.config import ModelConfig
 
 GIB = 2**30
@@ -39,7 +40,10 @@ LAYOUTS = [
 
 def use_vllm():
     """vLLM's planner modules, with a CUDA platform of capability 8.0 where there is none."""
-    import vllm.platforms as platforms
+    try:
+        import vllm.platforms as platforms
+    except ModuleNotFoundError as error:
+        needs.leave("benchmarks/planner_points.py", error)
 
     if not platforms.current_platform.is_cuda():
         from vllm.platforms.cuda import CudaPlatformBase

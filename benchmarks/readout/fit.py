@@ -27,28 +27,33 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from unittest import mock
 
-import torch
-from tokenizers import Tokenizer
+from deepinfer_sm80.cli import needs
 
-from deepinfer_sm80.model import linear, prose, readout
-from deepinfer_sm80.model.checkpoint import Reader
-from deepinfer_sm80.model.config import ModelConfig, preset
-from deepinfer_sm80.model.engram_hash import compress_vocabulary
-from deepinfer_sm80.model.forward import logprobs_of
-from deepinfer_sm80.model.schema import expected_tensors
-from deepinfer_sm80.model.sensitivity import (
-    ROUNDING_NOISE,
-    SENSITIVITY,
-    Generated,
-    Model,
-    Table,
-    change_of,
-    other_order,
-    rounding_noise,
-)
-from deepinfer_sm80.model.switches import COMPONENTS
-from deepinfer_sm80.model.tokenizer_files import tokenizer_files
-from deepinfer_sm80.model.weights import random_tensors_ahead
+try:
+    import torch
+    from tokenizers import Tokenizer
+
+    from deepinfer_sm80.model import linear, prose, readout
+    from deepinfer_sm80.model.checkpoint import Reader
+    from deepinfer_sm80.model.config import ModelConfig, preset
+    from deepinfer_sm80.model.engram_hash import compress_vocabulary
+    from deepinfer_sm80.model.forward import logprobs_of
+    from deepinfer_sm80.model.schema import expected_tensors
+    from deepinfer_sm80.model.sensitivity import (
+        ROUNDING_NOISE,
+        SENSITIVITY,
+        Generated,
+        Model,
+        Table,
+        change_of,
+        other_order,
+        rounding_noise,
+    )
+    from deepinfer_sm80.model.switches import COMPONENTS
+    from deepinfer_sm80.model.tokenizer_files import tokenizer_files
+    from deepinfer_sm80.model.weights import random_tensors_ahead
+except ModuleNotFoundError as error:
+    needs.leave("benchmarks/readout/fit.py", error)
 
 if TYPE_CHECKING:
     from deepinfer_sm80.model.linear import Source

@@ -28,7 +28,16 @@ HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
 import agreement_page  # noqa: E402  (found through the path above)
-from running import LIMIT_S, failure, run_process, said, summary  # noqa: E402
+from running import (  # noqa: E402
+    LIMIT_S,
+    failure,
+    require_checkpoint,
+    require_engine,
+    require_folder,
+    run_process,
+    said,
+    summary,
+)
 
 GENERATING = ("eager", "graphs", "chunked-eager", "chunked", "dspark-eager", "dspark", "serve")
 RECORDED = ("generated-whole", "generated-chunks")
@@ -169,13 +178,19 @@ def main() -> int:
     parser.add_argument("--report", action="store_true")
     args = parser.parse_args()
     args.out = args.out.resolve()
-    args.out.mkdir(parents=True, exist_ok=True)
+    require_folder(parser, "--out", args.out)
     args.model = args.model or args.out / args.preset
     if args.inside:
         inside(args.inside, args)
         return 0
     named = [stage for name in args.stage or () for stage in SETS.get(name, (name,))]
     wanted = STAGES if "all" in named else tuple(dict.fromkeys(named))
+    if not wanted and not args.report:
+        parser.error("nothing to do: name a stage with --stage, or print the page with --report")
+    if set(wanted) & {*PLUGIN_STAGES, *STOCK_STAGES}:
+        require_engine(parser)
+        if "checkpoint" not in wanted:
+            require_checkpoint(parser, args.model)
     failed = run_together(wanted, args) if args.together else sum(run_stage(name, args) for name in wanted)
     if args.report or wanted:
         print(report(args.out), end="")

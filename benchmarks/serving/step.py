@@ -24,8 +24,10 @@ sys.path[:0] = [str(HERE), str(HERE.parents[1] / "src")]
 
 import step_profile  # noqa: E402  (found through the path above)
 import timing  # noqa: E402
+from running import require_checkpoint, require_engine  # noqa: E402
 
 from deepinfer_sm80.bench import report, rows  # noqa: E402
+from deepinfer_sm80.cli import needs  # noqa: E402
 
 RESULTS = HERE.parent / "results"
 ARMS = ("kernels", "stock")
@@ -55,8 +57,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--report", action="store_true")
     parser.add_argument("--inside", choices=ARMS, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    if not args.report and args.model is None:
-        parser.error("--model is needed")
+    if not args.report:
+        needs.folder(parser, "--results", args.results)
+        require_checkpoint(parser, args.model)
+        require_engine(parser)
     return args
 
 

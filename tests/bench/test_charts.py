@@ -146,3 +146,22 @@ def test_resource_bars_show_the_most_demanding_kernel(charts):
 def test_every_provider_has_its_colour(charts):
     assert list(charts.COLOURS) == list(providers.PROVIDERS)
     assert len(set(charts.COLOURS.values())) == len(providers.PROVIDERS)
+
+
+@pytest.mark.parametrize(
+    ("option", "name", "found"),
+    [
+        ("--summary", "absent", "no such file or directory ("),
+        ("--summary", "text", "what is no JSON in line 1 ("),
+        ("--out", "text", ""),
+    ],
+)
+def test_a_path_that_cannot_be_used_is_a_sentence(charts, option, name, found, tmp_path, capsys):
+    (tmp_path / "text").write_text("no JSON")
+    with pytest.raises(SystemExit) as ended:
+        charts.main([option, str(tmp_path / name)])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert f"{option} must be a " in said
+    assert f"found {found}{tmp_path / name}" in said
+    assert ": name another" in said

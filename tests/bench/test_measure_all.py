@@ -132,6 +132,8 @@ def test_the_scripts_take_what_they_are_given(script, monkeypatch, tmp_path):
 
     for folder in ("benchmarks", "benchmarks/serving"):
         monkeypatch.syspath_prepend(str(ROOT / folder))
+    monkeypatch.setattr(importlib.import_module("running"), "require_engine", lambda parser: None)
+    (tmp_path / "config.json").touch()
     args = argparse.Namespace(model=tmp_path, results=tmp_path, commit="abc")
     for lane in script.jobs(args, False, True):
         for one in lane:
@@ -141,6 +143,13 @@ def test_the_scripts_take_what_they_are_given(script, monkeypatch, tmp_path):
             spec.loader.exec_module(module)
             parsed = module.parse(["mhc_post"], "", options) if "microbench" in path else module.parse(options)
             assert (parsed.commit, parsed.results) == ("abc", tmp_path)
+
+
+def test_a_model_that_is_no_checkpoint_is_said_before_anything_is_measured(script, tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        script.main(["--model", str(tmp_path)])
+    assert ended.value.code == 2
+    assert f"--model must be the folder of a checkpoint, found {tmp_path}, which has no" in capsys.readouterr().err
 
 
 def test_without_a_gpu_one_line(script, monkeypatch, capsys):

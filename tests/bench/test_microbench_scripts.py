@@ -240,6 +240,18 @@ def test_bench_without_a_gpu(capsys, monkeypatch, tmp_path):
     assert "Name another file." in capsys.readouterr().err
 
 
+def test_a_baseline_is_a_recorded_file_or_what_bench_printed(tmp_path):
+    rows.append_rows(tmp_path, [row()])
+    recorded = tmp_path / "nvidia-test-9000/microbench.jsonl"
+    printed = tmp_path / "printed.json"
+    printed.write_text(json.dumps({"gpu": "x", "rows": [row()], "slower": []}, indent=1))
+    assert rows.read_baseline(recorded) == rows.read_baseline(printed) == [row()]
+    for text, found in (("", "no row"), ('{"op": "mhc_post"}', "a row without gpu"), ("[1]", "a list among them")):
+        printed.write_text(text)
+        with pytest.raises(BenchmarkError, match=f"must be a file of rows, .*, found {found}.*Name another file"):
+            rows.read_baseline(printed)
+
+
 @pytest.mark.parametrize(
     ("wanted", "real", "name"),
     [("native", (8, 0), "sm80"), (None, (8, 0), "sm80"), ("sm80", (8, 0), "sm80"), (None, (8, 6), "sm86")],

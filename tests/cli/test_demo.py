@@ -181,7 +181,7 @@ def test_a_server_that_dies_is_reported_with_its_log(served, capsys):
 
 @pytest.mark.parametrize("package", ["torch", "triton"])
 def test_what_is_missing_is_said_before_anything_is_written(monkeypatch, capsys, tmp_path, package):
-    monkeypatch.setattr("deepinfer_sm80.cli.demo.find_spec", lambda name: None if name == package else True)
+    monkeypatch.setattr("deepinfer_sm80.cli.needs.find_spec", lambda name: None if name == package else True)
     assert main(["demo", "--dir", str(tmp_path / "new")]) == 2
     assert f"demo needs {package}, which is not installed" in capsys.readouterr().err
     assert not (tmp_path / "new").exists()

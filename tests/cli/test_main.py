@@ -130,7 +130,7 @@ def test_ops_json(capsys):
 
 
 def test_resources_without_triton(monkeypatch, capsys):
-    monkeypatch.setattr("deepinfer_sm80.cli.ops.find_spec", lambda name: None)
+    monkeypatch.setattr("deepinfer_sm80.cli.needs.find_spec", lambda name: None)
     assert cli.main(["ops", "--resources", "--json"]) == 2
     assert "ops --resources needs triton, which is not installed" in capsys.readouterr().err
 

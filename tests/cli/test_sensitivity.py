@@ -22,6 +22,24 @@ def test_exit_code(monkeypatch, tmp_path, capsys, measured, code):
     assert "| clamp: gate and up values" in capsys.readouterr().out
 
 
+def test_a_no_is_explained(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(sensitivity, "measure", lambda directory, lengths, device: table(clamp=-0.09))
+    assert main(["sensitivity", str(tmp_path), "--lengths", "64"]) == 1
+    out = capsys.readouterr().out
+    assert "NOT NOTICED: 1 of 1 components (leaving a component out must lower the mean by 0.1 or more): clamp" in out
+    assert "Prompts of 64 tokens are too short to notice every component: take --lengths 1500, the default." in out
+    assert main(["sensitivity", str(tmp_path)]) == 1
+    assert "too short" not in capsys.readouterr().out
+    monkeypatch.setattr(sensitivity, "measure", lambda directory, lengths, device: table(rounding=0.02))
+    assert main(["sensitivity", str(tmp_path)]) == 1
+    assert (
+        "TOO MUCH: Rounding moves a log-probability by 0.0200 on average; 0.01 is allowed." in capsys.readouterr().out
+    )
+    monkeypatch.setattr(sensitivity, "measure", lambda directory, lengths, device: table())
+    assert main(["sensitivity", str(tmp_path)]) == 0
+    assert "Noticed: all 1 components" in capsys.readouterr().out
+
+
 def test_what_was_measured_becomes_the_page(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(sensitivity, "measure", lambda directory, lengths, device: table())
     monkeypatch.setattr(sensitivity, "preset_of", lambda directory: "tiny")

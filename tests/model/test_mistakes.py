@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from deepinfer_sm80 import hardware, ops
-from deepinfer_sm80.cli import demo, doctor, main, make_checkpoint
+from deepinfer_sm80.cli import doctor, main, make_checkpoint, needs
 from deepinfer_sm80.errors import DeepInferError
 from deepinfer_sm80.hardware import Gpu
 from deepinfer_sm80.model import checkpoint_target, safetensors_file
@@ -201,8 +201,13 @@ def shard_cut_off(case):
 
 
 def no_torch(case):
-    case.patch.setattr(demo, "find_spec", lambda name: None if name == "torch" else True)
+    case.patch.setattr(needs, "find_spec", lambda name: None if name == "torch" else True)
     return case.command("demo")
+
+
+def no_torch_for_a_checkpoint(case):
+    case.patch.setattr(needs, "find_spec", lambda name: None if name == "torch" else True)
+    return case.command("sensitivity", case.folder)
 
 
 def no_packages(case):
@@ -227,7 +232,49 @@ def misspelt_variable(case):
 def misspelt_operator_in_the_environment(case):
     case.patch.setenv("DEEPINFER_PYTORCH_OPERATORS", "mhc_pots")
     ops.launcher.cache_clear()
-    return raised(ops.launcher, "mhc_post")
+    said = raised(ops.launcher, "mhc_post")
+    assert case.command("env") == f"deepinfer-sm80 env: {said}"
+    machine(case)
+    assert case.verdict().endswith(f"vLLM would not serve with this package: {said}")
+    assert activation.decide((8, 0), "0.33.0").reason == said
+    return said
+
+
+def no_baseline(case):
+    return case.command("bench", "mhc", "--against", case.folder / "nowhere")
+
+
+def a_page_for_a_baseline(case):
+    return case.command("bench", "mhc", "--against", ROOT / "docs/sensitivity.md")
+
+
+def results_of_another_command(case):
+    return case.command("bench", "mhc", "--against", ROOT / "benchmarks/results/nvidia-h200/sensitivity-tiny.json")
+
+
+def operator_of_another_family(case):
+    return case.command("bench", "attention", "--op", "mhc_post")
+
+
+def no_measurement(case):
+    return case.command("sensitivity", "--page", case.folder / "nowhere")
+
+
+def another_measurement(case):
+    return case.command("sensitivity", "--page", ROOT / "benchmarks/results/nvidia-h200/verify-sm80.json")
+
+
+def measurement_into_a_folder(case):
+    return case.command("sensitivity", case.folder, "--json", case.folder)
+
+
+def lowering_without_a_gpu(case):
+    case.patch.setattr(hardware, "torch_sees_a_gpu", lambda: False)
+    return case.command("verify", "--lowering", "sm86")
+
+
+def no_compilations(case):
+    return case.command("ops", "--resources", "--workers", "0")
 
 
 def unknown_card(case):
@@ -330,8 +377,13 @@ MISTAKES = (
     Mistake("no checkpoint", no_checkpoint, ("nowhere", "*.safetensors", "there are no", "make-checkpoint")),
     Mistake("a shard cut off", shard_cut_off, ("safetensors", "bytes", "", "Download")),
     Mistake("no torch", no_torch, ("demo", "torch", "not installed", "pip install torch")),
+    Mistake(
+        "no torch for a checkpoint", no_torch_for_a_checkpoint, ("sensitivity", "torch", "not inst", "pip install")
+    ),
     Mistake("no tokenizers package", no_packages, ("tokenizers", "needed", "cannot be imported", "pip install")),
-    Mistake("a GPU that is not there", gpu_that_is_not_there, ("--device", "cpu here", "=cuda", "Drop the option")),
+    Mistake(
+        "a GPU that is not there", gpu_that_is_not_there, ("--device", "cpu here", "found cuda", "drop the option")
+    ),
     Mistake("a misspelt operator", misspelt_operator, ("operator", "Known operators", "'mhc_pots'", "mhc_post")),
     Mistake("a switch that says yes", misspelt_variable, ("DEEPINFER_FORCE", "0 or 1", "'yes'", "Correct it")),
     Mistake(
@@ -339,6 +391,33 @@ MISTAKES = (
         misspelt_operator_in_the_environment,
         ("DEEPINFER_PYTORCH_OPERATORS", "known: engram_lookup", "'mhc_pots'", "Correct it"),
     ),
+    Mistake("no baseline", no_baseline, ("nowhere", "must be a file of rows", "no such file", "Name another")),
+    Mistake(
+        "a page for a baseline", a_page_for_a_baseline, ("sensitivity.md", "a file of rows", "in line 1", "Name a")
+    ),
+    Mistake(
+        "another command's results for a baseline",
+        results_of_another_command,
+        ("sensitivity-tiny.json", "a file of rows", "no JSON object in line 1", "Name another"),
+    ),
+    Mistake(
+        "an operator of another family",
+        operator_of_another_family,
+        ("--op", "of the family attention (", "found mhc_post", "its own family"),
+    ),
+    Mistake("no measurement", no_measurement, ("--page", "--json FILE wrote", "no such file", "Name such")),
+    Mistake("another measurement", another_measurement, ("--page", "--json FILE wrote", "without preset", "Name such")),
+    Mistake(
+        "a measurement into a folder",
+        measurement_into_a_folder,
+        ("--json", "a file in an existing folder", ", a folder", "name another file"),
+    ),
+    Mistake(
+        "a lowering without a GPU",
+        lowering_without_a_gpu,
+        ("--lowering", "left out where", "found sm86", "Drop the option"),
+    ),
+    Mistake("no compilations", no_compilations, ("--workers", "1 or more", "found 0", "drop the option")),
     Mistake("a card that is no Ampere", unknown_card, ("--gpus", "Known cards", "'8xH100'", "Any other Ampere card")),
     Mistake("no nvcc", no_nvcc, ("nvcc", "TileLang needs it", "not on PATH", "install the CUDA toolkit")),
     Mistake("no C compiler", no_c_compiler, ("C compiler", "Triton needs one", "neither gcc nor clang", "install gcc")),

@@ -10,7 +10,7 @@ import os
 import re
 from typing import TYPE_CHECKING, Any
 
-from deepinfer_sm80.errors import BenchmarkError
+from deepinfer_sm80.errors import BenchmarkError, reason
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -78,12 +78,50 @@ def append_line(path: Path, item: Row) -> None:
 
 def read_rows(path: Path) -> list[Row]:
     """The rows of one JSON-lines file. Raises BenchmarkError where it cannot be read as such."""
+    found: list[Any] = []
+    number = 0
     try:
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        for line in path.read_text(encoding="utf-8").splitlines():
+            number += 1
+            if line.strip():
+                found.append(json.loads(line))
+    except json.JSONDecodeError as error:
+        raise _no_rows(path, f"what is no JSON object in line {number}") from error
     except (OSError, ValueError) as error:
-        raise BenchmarkError(
-            what=f"{path}", allowed="a file of rows, one JSON object a line", found=error, remedy="Name another file."
-        ) from error
+        raise _no_rows(path, reason(error)) from error
+    other = next((item for item in found if not isinstance(item, dict)), None)
+    if other is not None:
+        raise _no_rows(path, f"a {type(other).__name__} among them")
+    return found
+
+
+def read_baseline(path: Path) -> list[Row]:
+    """The rows to compare with: a file that the microbenchmarks recorded, or what ``bench --json`` printed.
+
+    Raises BenchmarkError for anything else, and for one without a row.
+    """
+    try:
+        printed = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        printed = None
+    listed = printed.get("rows") if isinstance(printed, dict) else None
+    found = listed if isinstance(listed, list) else read_rows(path)
+    if not found:
+        raise _no_rows(path, "no row")
+    for row in found:
+        lacking = [key for key in (*IDENTITY, "p50_us") if not isinstance(row, dict) or key not in row]
+        if lacking:
+            raise _no_rows(path, f"a row without {', '.join(lacking)}")
+    return found
+
+
+def _no_rows(path: Path, found: str) -> BenchmarkError:
+    return BenchmarkError(
+        what=path,
+        allowed=f"a file of rows, one JSON object a line, such as benchmarks/results/<gpu>/{ROWS}",
+        found=found,
+        remedy="Name another file.",
+    )
 
 
 def latest(rows: Iterable[Row], identity: Sequence[str] = IDENTITY) -> list[Row]:

@@ -16,6 +16,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from deepinfer_sm80 import __version__
+from deepinfer_sm80.cli import needs
 from deepinfer_sm80.errors import DeepInferError
 
 if TYPE_CHECKING:
@@ -46,6 +47,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except DeepInferError as error:
         # args[0]: str() of an error that is also a KeyError would quote the sentence
         print(f"deepinfer-sm80 {args.command}: {error.args[0]}", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:
+        if not needs.is_needed(error.name):
+            raise
+        print(f"deepinfer-sm80 {args.command}: {needs.missing(args.command, error.name)}", file=sys.stderr)
         return 2
     except BrokenPipeError:
         sys.stderr.close()  # the reader (head, less) has what it wanted
@@ -92,7 +98,10 @@ def _signals_clean_up() -> Iterator[None]:
 
 def _parser(modules: object) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="deepinfer-sm80", description="DeepSeek-V4.1 through a stock vLLM on NVIDIA Ampere GPUs."
+        prog="deepinfer-sm80",
+        description="DeepSeek-V4.1 through a stock vLLM on NVIDIA Ampere GPUs. Serving needs none of these commands: "
+        "vLLM finds the installed package by itself. Begin with doctor; deepinfer-sm80 COMMAND --help explains each.",
+        epilog="Exit codes: 0 yes, 1 no (each command says what of), 2 an error in what was asked.",
     )
     parser.add_argument("--version", action="version", version=f"deepinfer-sm80 {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deepinfer_sm80 import ops
-from deepinfer_sm80.bench import rows
+from deepinfer_sm80.bench import lowering, rows
 from deepinfer_sm80.bench.report import NO_GPU
-from deepinfer_sm80.errors import MissingTorchError
+from deepinfer_sm80.cli.needs import need
+from deepinfer_sm80.errors import OptionError
 from deepinfer_sm80.hardware import torch_sees_a_gpu
 
 if TYPE_CHECKING:
@@ -21,23 +22,35 @@ FAMILIES = ("engram", "mhc", "kv_cache", "indexer", "attention", "projection", "
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser("bench", help="time the operators of a family beside their baselines on this GPU")
-    parser.add_argument("family", choices=FAMILIES)
-    parser.add_argument("--op", action="append", choices=list(ops.OPS), help="only this operator; may be repeated")
+    parser = subparsers.add_parser(
+        "bench",
+        help="time the operators of a family beside their baselines on this GPU",
+        description="Time the operators of FAMILY beside their baselines on this machine's first GPU. Nothing is "
+        "recorded: benchmarks/microbench.py of the repository does that. Exit code 1: slower than --against allows, "
+        "no comparison where one was asked for, or a GPU that was lost.",
+    )
+    parser.add_argument("family", metavar="FAMILY", choices=FAMILIES, help=", ".join(FAMILIES))
+    parser.add_argument("--op", action="append", metavar="OP", help="only this operator (see ops); may be repeated")
     parser.add_argument(
-        "--against", type=Path, metavar="FILE", help=f"rows of an earlier run: fail at {rows.SLOWER:+.0%}%"
+        "--against",
+        type=Path,
+        metavar="FILE",
+        help=f"rows of an earlier run on this GPU, as --json printed or the microbenchmarks recorded them: exit code 1 "
+        f"where a median is {rows.SLOWER:.0%}% or more above",
     )
     parser.add_argument("--quick", action="store_true", help="one case an operator, fewer rounds")
-    parser.add_argument("--lowering", choices=("sm80", "sm86", "native"), help="default: sm80 where it can be had")
+    parser.add_argument("--lowering", choices=lowering.LOWERINGS, help=lowering.HELP)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
 
 
 def run(args: argparse.Namespace, device: Device | None = None) -> int:
     """Print the table. Returns 1 for a median 15 % or more above the baseline's, a baseline and no GPU, or a lost GPU.
 
-    ``device``: by default this machine's first GPU. Raises BenchmarkError, MissingTorchError.
+    ``device``: by default this machine's first GPU. Raises BenchmarkError, OptionError, MissingTorchError.
     """
-    baseline = rows.read_rows(args.against) if args.against else []
+    chosen = _chosen(args.family, args.op)
+    baseline = rows.read_baseline(args.against) if args.against else []
+    need("bench", "torch", "triton")
     if device is None:
         if not torch_sees_a_gpu():
             print(json.dumps({"gpu": None, "rows": []}) if args.json else NO_GPU)
@@ -45,11 +58,8 @@ def run(args: argparse.Namespace, device: Device | None = None) -> int:
         from deepinfer_sm80.bench.gpu import CudaDevice
 
         device = CudaDevice()
-    try:
-        from deepinfer_sm80.bench import measure, report, runner
-    except ModuleNotFoundError as error:
-        raise MissingTorchError(what="bench", package=error.name) from error
-    chosen = [op for op, family in ops.OPS.items() if family == args.family and op in (args.op or ops.OPS)]
+    from deepinfer_sm80.bench import measure, report, runner
+
     lost = False
     try:
         found = runner.run_operators(
@@ -65,6 +75,20 @@ def run(args: argparse.Namespace, device: Device | None = None) -> int:
         print(report.absences(found.left_out))
         print(_verdict(args.against, slower, compared, len(found.rows)))
     return 1 if slower or lost else 0
+
+
+def _chosen(family: str, named: list[str] | None) -> list[str]:
+    """The operators of ``family``, or those of them that are named. Raises OptionError for another one."""
+    known = [op for op in ops.OPS if ops.OPS[op] == family]
+    for op in named or ():
+        if op not in known:
+            raise OptionError(
+                option="--op",
+                allowed=f"of the family {family} ({', '.join(known)})",
+                found=op,
+                remedy="Name one of these, or its own family (deepinfer-sm80 ops lists all).",
+            )
+    return [op for op in known if op in (named or known)]
 
 
 def _verdict(against: Path | None, slower: list[str], compared: int, total: int) -> str:

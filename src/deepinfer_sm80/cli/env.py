@@ -16,7 +16,12 @@ Written by `make docs` from `src/deepinfer_sm80/envs.py`; do not edit. Each is r
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser("env", help="list the environment variables this package reads")
+    parser = subparsers.add_parser(
+        "env",
+        help="list the environment variables this package reads",
+        description="One line for each variable: its name, its value in force, its meaning. Exit code 2: one is set to "
+        "a value that it cannot have.",
+    )
     parser.add_argument("--markdown", action="store_true", help="print docs/environment.md")
 
 

@@ -18,7 +18,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="Write a random checkpoint of a small DeepSeek-V4.1 that vLLM loads and serves as text only: "
         "vllm serve DIR --limit-mm-per-prompt '{\"image\": 0}'.",
     )
-    parser.add_argument("directory", metavar="DIR", help="where to write; must not exist or be empty")
+    parser.add_argument("directory", metavar="DIR", help="folder to write; it must be empty or not exist yet")
     parser.add_argument(
         "--preset",
         choices=[name for name in preset_names() if name != "released"],

@@ -6,12 +6,12 @@ import ast
 import json
 import os
 from dataclasses import asdict
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deepinfer_sm80 import ops
-from deepinfer_sm80.errors import MissingTorchError
+from deepinfer_sm80.cli.needs import need
+from deepinfer_sm80.errors import MissingTorchError, OptionError
 from deepinfer_sm80.hardware import LIMITS
 from deepinfer_sm80.ops import resources
 from deepinfer_sm80.ops.variants import all_variants
@@ -31,7 +31,11 @@ row's RMS error relative to the row's RMS.
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser("ops", help="list the operators")
+    parser = subparsers.add_parser(
+        "ops",
+        help="list the operators",
+        description="List every operator with its family and what it does; the options print more about each.",
+    )
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--markdown", action="store_true", help="print docs/operators.md (needs torch)")
     form.add_argument("--json", action="store_true", help="print the contracts as JSON (needs torch)")
@@ -46,15 +50,23 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         choices=[f"{major}.{minor}" for major, minor in LIMITS],
         help="with --resources: only this compute capability; may be repeated (default: all of them)",
     )
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="compilations at once")
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=os.cpu_count() or 1,
+        help="with --resources: compilations at once (default: one a core)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the list, the page or the JSON. Raises MissingTorchError where a contract needs torch and has none."""
+    """Print the list, the page or the JSON. Raises MissingTorchError without a package, OptionError."""
     if args.resources:
         wanted = [arch for arch in LIMITS if not args.arch or f"{arch[0]}.{arch[1]}" in args.arch]
-        if find_spec("triton") is None:
-            raise MissingTorchError(what="ops --resources", package="triton")
+        need("ops --resources", "triton")
+        if args.workers < 1:
+            raise OptionError(
+                option="--workers", allowed="1 or more", found=args.workers, remedy="Correct it, or drop the option."
+            )
         found = resources.compile_all(all_variants(), wanted, args.workers)
         print(json.dumps([asdict(r) for r in found], indent=1) if args.json else resource_page(found))
     elif args.markdown:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deepinfer_sm80.cli.devices import usable
-from deepinfer_sm80.errors import UnsupportedOptionError
+from deepinfer_sm80.cli.needs import need
+from deepinfer_sm80.errors import OptionError, reason
 from deepinfer_sm80.model.prose import LENGTHS
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Sequence
 
     from deepinfer_sm80.model.sensitivity import Change, Table
 
+MEASURED = ("preset", "lengths", "device", "tokens", "complete", "changes")
 TEXT = (1500,)  # long enough for every component; docs/sensitivity.md adds the prompts of 700 and 3,000 tokens
 
 
@@ -24,7 +28,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "sensitivity",
         help="measure how much each missing component lowers a checkpoint's log-probability of a text",
         description="Run the specification over the prompt of 1,500 tokens, complete, with rounding noise and without "
-        "each component: fourteen passes, about a minute each on two cores.",
+        "each component: fourteen passes, about a minute each on two cores. Exit code 0: rounding stays within its "
+        "limit and every component is noticed, 1: not so, and the last lines say which.",
     )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("directory", metavar="DIR", nargs="?", type=Path, help="a checkpoint from make-checkpoint")
@@ -32,30 +37,93 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--page", metavar="JSON", type=Path, nargs="+", help="print the page of measurements instead of measuring"
     )
     parser.add_argument(
-        "--lengths", type=int, nargs="+", choices=LENGTHS[1:], default=TEXT, help="prompts to take (default: 1500)"
+        "--lengths",
+        type=int,
+        nargs="+",
+        choices=LENGTHS[1:],
+        default=TEXT,
+        metavar="TOKENS",
+        help=f"prompts to take, of {', '.join(map(str, LENGTHS[1:]))} tokens (default: 1500); shorter ones are quicker "
+        "and do not notice every component",
     )
-    parser.add_argument("--device", default="cpu", help="where to compute (default: cpu)")
+    parser.add_argument("--device", default="cpu", help="where to compute: cpu, cuda or cuda:N (default: cpu)")
     parser.add_argument("--json", metavar="FILE", type=Path, help="also write the measurement here, for --page")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print a page or measure. Returns 1 when a component is too small or rounding too large, else 0."""
+    """Print a page or measure. Returns 1 when a component is too small or rounding too large, else 0.
+
+    Raises OptionError, CheckpointError, MissingTorchError.
+    """
     if args.page:
-        print(page([json.loads(path.read_text(encoding="utf-8")) for path in args.page]), end="")
+        print(page([_measurement(path) for path in args.page]), end="")
         return 0
-    if args.json and not args.json.resolve().parent.is_dir():
-        remedy = "Create it, or name another file: it is looked for before fourteen passes are run."
-        raise UnsupportedOptionError(
-            option="--json", allowed="a file in an existing folder", found=args.json, remedy=remedy
-        )
+    if args.json:
+        _require_writable(args.json)
+    need("sensitivity", "torch", "numpy", "tokenizers")
     table = measure(args.directory, tuple(args.lengths), args.device)
     for line in rows(table):
         print(line)
+    print("\n" + "\n".join(verdict(table, args.lengths)))
     if args.json:
         facts = {"preset": preset_of(args.directory), "lengths": list(args.lengths), "device": _named(args.device)}
         facts |= dataclasses.asdict(table)
         args.json.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     return 0 if within_limits(table) else 1
+
+
+def _measurement(path: Path) -> dict[str, Any]:
+    """What ``--json`` wrote to ``path``. Raises OptionError for anything else."""
+    found = ""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        found = reason(error)
+    else:
+        lacking = [key for key in MEASURED if not isinstance(content, dict) or key not in content]
+        if not lacking:
+            return dict(content)
+        found = f"one without {', '.join(lacking)}"
+    allowed = "files that deepinfer-sm80 sensitivity DIR --json FILE wrote"
+    raise OptionError(option="--page", allowed=allowed, found=f"{found} ({path})", remedy="Name such a file.")
+
+
+def _require_writable(path: Path) -> None:
+    """Before fourteen passes are run. Raises OptionError."""
+    folder = path.resolve().parent
+    found = ""
+    if not folder.is_dir():
+        found = f"{path}, whose folder does not exist"
+    elif path.is_dir():
+        found = f"{path}, a folder"
+    elif not os.access(path if path.exists() else folder, os.W_OK):
+        found = f"{path}, where this user may not write"
+    if found:
+        remedy = "Create the folder, or name another file."
+        raise OptionError(option="--json", allowed="a file in an existing folder", found=found, remedy=remedy)
+
+
+def verdict(table: Table, lengths: Sequence[int]) -> list[str]:
+    """What the exit code means, in sentences."""
+    from deepinfer_sm80.model.sensitivity import ROUNDING, SENSITIVITY
+
+    rounding, *components = table.changes
+    small = [change for change in components if change.mean > -SENSITIVITY]
+    limit = f"leaving a component out must lower the mean by {SENSITIVITY} or more"
+    if not small:
+        lines = [f"Noticed: all {len(components)} components ({limit})."]
+    else:
+        names = ", ".join(f"{change.what} ({change.mean:+.4f})" for change in small)
+        lines = [f"NOT NOTICED: {len(small)} of {len(components)} components ({limit}): {names}."]
+        if max(lengths) < TEXT[0]:
+            lines.append(
+                f"Prompts of {', '.join(map(str, lengths))} tokens are too short to notice every component: take "
+                f"--lengths {TEXT[0]}, the default."
+            )
+        else:
+            lines.append("Heads are fitted to the presets' seed 0: write one with deepinfer-sm80 make-checkpoint.")
+    moved = f"Rounding moves a log-probability by {rounding.size:.4f} on average; {ROUNDING} is allowed."
+    return [*lines, moved if rounding.size <= ROUNDING else f"TOO MUCH: {moved}"]
 
 
 def preset_of(directory: Path) -> str:
