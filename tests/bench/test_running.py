@@ -15,7 +15,7 @@ name = sys.argv[sys.argv.index("--inside") + 1]
 print("INFO DeepInfer-SM80: 40 Triton kernels ready in 6.1 s on 16 cores." if name == "right" else "", flush=True)
 if name == "hangs":
     import time; time.sleep(60)
-if name != "dies":
+if name not in ("dies", "silent"):
     (out / f".{name}.json").write_text(json.dumps({"ok": name == "right", "facts": {"tokens": 64}, "error": "wrong"}))
 sys.exit(3 if name == "dies" else 0)
 """
@@ -55,6 +55,53 @@ def test_a_process_that_dies_does_not_show_an_older_result(running, tmp_path):
     args = argparse.Namespace(model="m", out=tmp_path, again=False, commit="abc", tail=3)
     assert running.run_process(str(script), "dies", args, {}) == 1
     assert json.loads((tmp_path / "dies.json").read_text())["error"] == "exit code 3, no result"
+
+
+@pytest.mark.parametrize(("name", "ended"), [("dies", "exit code 3"), ("silent", "exit code 0")])
+def test_what_an_earlier_process_said_is_no_answer(running, tmp_path, name, ended):
+    """One that was stopped between its word and its end leaves the hidden file, which says that all is well."""
+    script = tmp_path / "stage.py"
+    script.write_text(STAGE)
+    earlier = {"ok": True, "facts": {"tokens": 1}, "error": ""}
+    (tmp_path / f".{name}.json").write_text(json.dumps(earlier))
+    args = argparse.Namespace(model="m", out=tmp_path, again=False, commit="abc", tail=3)
+    assert running.run_process(str(script), name, args, {}) == 1
+    kept = json.loads((tmp_path / f"{name}.json").read_text())
+    assert (kept["ok"], kept["error"], "facts" in kept) == (False, f"{ended}, no result", False)
+
+
+def test_a_run_that_is_interrupted_leaves_no_older_result(running, tmp_path, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    (tmp_path / "right.json").write_text(json.dumps({"ok": False, "error": "of last week"}))
+    monkeypatch.setattr(running.subprocess, "run", interrupted)
+    args = argparse.Namespace(model="m", out=tmp_path, again=False, commit="abc", tail=3)
+    with pytest.raises(KeyboardInterrupt):
+        running.run_process("stage.py", "right", args, {})
+    assert list(tmp_path.glob("*.json")) == []
+
+
+@pytest.mark.parametrize(("name", "again", "calls"), [("right", False, 1), ("right", True, 2), ("wrong", False, 2)])
+def test_only_what_went_well_is_not_repeated_and_that_too_when_asked(running, tmp_path, name, again, calls):
+    script = tmp_path / "stage.py"
+    script.write_text(STAGE)
+    args = argparse.Namespace(model="m", out=tmp_path, again=again, commit="first", tail=3)
+    running.run_process(str(script), name, args, {})
+    args.commit = "second"
+    running.run_process(str(script), name, args, {"PROVE_SHARED_GPU": "1"})
+    kept = json.loads((tmp_path / f"{name}.json").read_text())
+    assert (kept["commit"], kept["shared_gpu"]) == (("first", False) if calls == 1 else ("second", True))
+
+
+def test_a_process_that_says_ok_and_then_fails_has_failed(running, tmp_path):
+    """An engine that breaks while it is taken down has written its result before."""
+    script = tmp_path / "stage.py"
+    script.write_text(STAGE.replace('3 if name == "dies" else 0', "5"))
+    args = argparse.Namespace(model="m", out=tmp_path, again=False, commit="abc", tail=3)
+    assert running.run_process(str(script), "right", args, {}) == 1
+    kept = json.loads((tmp_path / "right.json").read_text())
+    assert (kept["ok"], kept["facts"]["tokens"]) == (False, 64)
 
 
 def test_a_process_that_hangs_is_stopped_at_the_limit(running, tmp_path):
