@@ -103,3 +103,33 @@ def test_activations_are_rounded_in_front_of_quantised_matrices_only(micro_model
     layer.attention.write(x, Step(state, torch.arange(3), 0))
     kv = linear.rms_norm(linear.project(rounded, wkv), kv_norm, 1e-20)
     assert torch.equal(state.read_window(2, torch.arange(3)), cache.as_recorded(kv, layer.attention.cos_sin[:3]))
+
+
+def test_the_input_of_every_fp8_and_fp4_matrix_is_rounded_but_wo_as_and_no_other(choosy, monkeypatch):
+    """By the names of the checkpoint: every product of a whole pass is looked at."""
+    names, rounded, kinds = {}, {}, {}
+    matrix, multiply = linear.Weights.matrix, {name: getattr(linear, name) for name in ("product", "project")}
+
+    def named(self, name):
+        found = matrix(self, name)
+        names[found.untyped_storage().data_ptr()] = name
+        kinds[name] = self.source.headers[f"{name}.weight"][0]
+        return found
+
+    def watched(how):
+        def watch(x, weight):
+            name = names[weight.untyped_storage().data_ptr()]
+            rounded.setdefault(name, set()).add(torch.equal(linear.as_mxfp8(x), x))
+            return multiply[how](x, weight)
+
+        return watch
+
+    monkeypatch.setattr(linear.Weights, "matrix", named)
+    for how in multiply:
+        monkeypatch.setattr(linear, how, watched(how))
+    choosy(activation_quant=True).forward(torch.arange(60) * 37 % 1000 + 5)
+    quantised = {name for name, kind in kinds.items() if kind in ("F8_E4M3", "I8") and not name.endswith(".wo_a")}
+    unseen = kinds.keys() - rounded.keys()
+    assert {name for name in unseen if ".experts." not in name} == {"embed"}, "not every expert is chosen"
+    for name, seen in rounded.items():
+        assert seen == {name in quantised}, name
