@@ -102,7 +102,7 @@ def test_engram_gates_are_the_equation():
     source = Given({f"layers.2.engram.{name}": tensor for name, tensor in given.items()})
     engram = Engram(config, linear.Weights(source, CPU), 2, 7, Switches())
     X, history = randn(T, 4, H, seed=4).bfloat16(), torch.arange(T) * 77
-    X[3, 1] = 0
+    X[3, 1], X[5] = 0, X[5] * 2.0**-32  # small enough for eps to count
     out = (engram.rows(history).double() @ given["wkv.weight"].double().T).bfloat16().double()
     K, V, x = out[:, : 4 * H].view(T, 4, H), out[:, 4 * H :], X.double()
     d = (x * given["q_weight"].double() * given["k_weight"].double() * K).sum(-1) / math.sqrt(H)
@@ -139,6 +139,7 @@ def test_coefficients_are_the_equation(micro):
     given = {"fn": randn(24, 4 * H, seed=1) / 16, "base": 2 * randn(24, seed=2), "scale": torch.tensor([0.7, 1.3, 1.1])}
     source = Given({f"h_{name}": tensor for name, tensor in given.items()})
     X = randn(T, 4, H, seed=3).mul(torch.tensor([0.1, 1, 2, 5])[:, None]).bfloat16()
+    X[5] *= 2.0**-32  # small enough for eps to count
     mix = streams.Mixer(micro, linear.Weights(source, CPU), "h", Switches())(X)
     x, fn, base = X.flatten(1).double(), given["fn"].double(), given["base"].double()
     m = x @ fn.T / (x.square().mean(-1, keepdim=True) + 1e-20).sqrt()
@@ -203,3 +204,12 @@ def complete(choosy):
 @pytest.mark.parametrize("component", COMPONENTS)
 def test_leaving_a_component_out_changes_the_result(choosy, complete, component):
     assert (complete[-1] != choosy(disable=frozenset({component})).hidden(IDS)[-1]).any()
+
+
+def test_every_norm_takes_the_released_eps(choosy, monkeypatch):
+    seen, norm = [], linear.rms_norm
+    monkeypatch.setattr(linear, "rms_norm", lambda x, weight, eps: seen.append(eps) or norm(x, weight, eps))
+    model = choosy()
+    model.hidden(IDS[:20])
+    own = 2 * 4 + 2 * 4 + 1  # two of every layer, those of queries and key rows, the last
+    assert seen == [1e-20] * (own + 2 * len(model.config.kv_source_layer_ids))

@@ -7,8 +7,10 @@ for it. Whatever belongs to nobody holds NaN, or an index that would be read.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +21,10 @@ from deepinfer_sm80.model.attention import attend
 from deepinfer_sm80.model.cache import fp8_584
 from deepinfer_sm80.model.config import preset
 from deepinfer_sm80.ops.kv_cache.rope_quant_insert.launch import rope_quant_insert
+
+_spec = importlib.util.spec_from_file_location("stand_in", Path(__file__).with_name("stand_in.py"))
+stand_in = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(stand_in)
 
 Space = types.SimpleNamespace
 PLUGIN = "deepinfer_sm80.vllm_plugin"
@@ -56,17 +62,7 @@ STUBS = {
 @pytest.fixture
 def plugin(monkeypatch):
     """The module over stand-ins of vLLM; ``asked`` notes the shapes of its workspaces, which come poisoned."""
-    for name in STUBS:
-        parts = name.split(".")
-        for count in range(1, len(parts)):
-            parent = ".".join(parts[:count])
-            monkeypatch.setitem(sys.modules, parent, types.ModuleType(parent))
-    for name, members in STUBS.items():
-        module = types.ModuleType(name)
-        module.__dict__.update(members)
-        monkeypatch.setitem(sys.modules, name, module)
-        parent, _, leaf = name.rpartition(".")
-        setattr(sys.modules[parent], leaf, module)
+    stand_in.put(monkeypatch, STUBS)
     for name in ("attention", "indexer"):
         monkeypatch.delitem(sys.modules, f"{PLUGIN}.{name}", raising=False)
     module = importlib.import_module(f"{PLUGIN}.attention")
