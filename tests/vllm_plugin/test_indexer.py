@@ -117,7 +117,8 @@ class Batch:
             owner = torch.tensor([r for r, _ in self.at[first:last]]) - begin
             chunks.append(
                 Space(
-                    token_start=first, token_end=last, skip_kv_gather=again, block_table=None if again else self.table[begin:end],
+                    token_start=first, token_end=last, skip_kv_gather=again,
+                    block_table=None if again else self.table[begin:end],
                     local_cu_seq_lens=cumulative, local_total_seq_lens=int(cumulative[-1]),
                     max_local_total_seq_lens=int(cumulative[-1]), cu_seqlen_ks=cumulative[owner],
                     cu_seqlen_ke=cumulative[owner] + lengths[first:last], max_seqlen_k=int(sizes.max()),
