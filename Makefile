@@ -37,6 +37,7 @@ docs: $(STAMP) $(TRITON38)  ## write the generated tables of docs/
 	@{ printf '%s\n' '# What every kernel needs' '' 'Written by `make docs` with `deepinfer-sm80 ops --resources`; do not edit. Compiled offline, with the Triton of the' 'proofs and with that of vLLM 0.33.0. Sizes in bytes, registers per thread; `docs/operators.md` says what each operator does.' ''; \
 	  $(BIN)/deepinfer-sm80 ops --resources; PYTHONPATH=.triton38 $(BIN)/deepinfer-sm80 ops --resources | tail -n +3; } > docs/.resources.new && mv docs/.resources.new docs/resources.md
 	@$(BIN)/python benchmarks/generate_charts.py --refresh >/dev/null
+	@$(BIN)/python docs/medians.py
 	@$(BIN)/deepinfer-sm80 plan --page > docs/.05.new && mv docs/.05.new docs/05_TOPOLOGY_1M_CONTEXT_ANALYSIS_SM80.md
 	@$(BIN)/deepinfer-sm80 sensitivity --page benchmarks/results/nvidia-h200/sensitivity-tiny.json benchmarks/results/nvidia-h200/sensitivity-layer.json > docs/.sensitivity.new && mv docs/.sensitivity.new docs/sensitivity.md
 	@$(BIN)/python benchmarks/serving/step.py --report > docs/.step.new && mv docs/.step.new docs/step-times.md

@@ -17,6 +17,7 @@ import argparse
 import json
 import os
 import pathlib
+import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -250,7 +251,7 @@ def report(out: pathlib.Path) -> str:
             f"| {name} | {verdict} | {run.get('facts', {}).get('boot_s', '')} | " + " | ".join(map(str, cells)) + " |"
         )
     lines += _times(results) + _ranks(results)
-    wrong = [f"`{name}`: {run['error'].splitlines()[-1]}." for name, run in results.items() if run.get("error")]
+    wrong = [f"`{name}`: {named(run['error'])}." for name, run in results.items() if run.get("error")]
     lines += ["", *wrong] if wrong else []
     return "\n".join(lines) + "\n"
 
@@ -266,6 +267,12 @@ def _checkpoint(results: dict[str, Any]) -> str:
     if known:
         return f"Checkpoint `{name}`, SHA-256 of its files {known}."
     return f"Checkpoint `{name}`; no digest of it was recorded, and what another commit writes by that name may differ."
+
+
+def named(error: str) -> str:
+    """The line of a traceback that names the exception; a message may go on below it. The last line without one."""
+    lines = error.splitlines()
+    return next((line for line in reversed(lines) if re.match(r"[\w.]*(Error|Exception|Interrupt)\b", line)), lines[-1])
 
 
 def _times(results: dict[str, Any]) -> list[str]:

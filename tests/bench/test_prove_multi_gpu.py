@@ -195,3 +195,18 @@ def test_times_are_taken_alone_after_the_layouts(proof, monkeypatch, tmp_path):
     layouts = len(proof.LAYOUTS)
     assert set(ran[:layouts]) == set(proof.LAYOUTS)
     assert ran[layouts:] == [*proof.TIMED, "compare"]
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (
+            "Traceback\n  File x\nRuntimeError: Worker failed 'CUDA error\nmore\n', see above\n",
+            "RuntimeError: Worker failed 'CUDA error",
+        ),
+        ("Traceback\ntorch.OutOfMemoryError: 2 GiB", "torch.OutOfMemoryError: 2 GiB"),
+        ("stopped after 540 s, no result", "stopped after 540 s, no result"),
+    ],
+)
+def test_the_page_shows_the_line_that_names_the_exception(proof, error, line):
+    assert proof.named(error) == line

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from deepinfer_sm80.ops.contract import Cost
 
 ROUNDS, QUICK_ROUNDS, LEAST_ROUNDS = 40, 8, 5
-SECONDS = 0.5
+SECONDS = 0.3
 """Of measured time for one arm of a case; slow baselines have fewer rounds."""
 
 EAGER_CALLS = 20
