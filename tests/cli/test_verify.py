@@ -53,15 +53,20 @@ def test_json_names_lowering_and_commit(capsys, monkeypatch, commit):
 
 
 def test_a_commit_is_that_of_our_checkout_or_none(monkeypatch, tmp_path):
-    assert re.match(r"[0-9a-f]{40}(\+changes)?$", report.source_commit())
-    for words in (
-        ("init", "-q"),
-        ("-c", "user.name=x", "-c", "user.email=x", "commit", "-q", "--allow-empty", "-m", "x"),
-    ):
+    """An installed package may lie inside somebody else's repository."""
+    identity = ("-c", "user.name=x", "-c", "user.email=x")
+    file = tmp_path / "report.py"
+    monkeypatch.setattr(report, "__file__", str(file))
+    file.write_text("1")
+    assert report.source_commit() is None, "no repository"
+    for words in (("init", "-q"), (*identity, "commit", "-q", "--allow-empty", "-m", "theirs")):
         subprocess.run(["git", *words], cwd=tmp_path, check=True)
-    (tmp_path / "report.py").touch()
-    monkeypatch.setattr(report, "__file__", str(tmp_path / "report.py"))
-    assert report.source_commit() is None, "installed into a folder of somebody else's repository"
+    assert report.source_commit() is None, "a repository that does not hold it"
+    for words in (("add", "report.py"), (*identity, "commit", "-q", "-m", "ours")):
+        subprocess.run(["git", *words], cwd=tmp_path, check=True)
+    assert re.fullmatch("[0-9a-f]{40}", report.source_commit())
+    file.write_text("2")
+    assert re.fullmatch(r"[0-9a-f]{40}\+changes", report.source_commit())
 
 
 def test_json_and_a_wrong_result(capsys, monkeypatch):
