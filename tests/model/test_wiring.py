@@ -10,6 +10,7 @@ import torch
 from deepinfer_sm80.model import engram_hash, linear, rope, streams
 from deepinfer_sm80.model.attention import Step
 from deepinfer_sm80.model.cache import as_recorded
+from deepinfer_sm80.model.compressor import Compressor
 from deepinfer_sm80.model.config import preset
 from deepinfer_sm80.model.engram import Engram
 from deepinfer_sm80.model.state import Ring
@@ -113,6 +114,24 @@ def test_engram_gates_are_the_equation():
     assert (d > 0.5).any()
     want = x + gate.sigmoid()[..., None] * V[:, None]
     assert ((engram(X, history).double() - want).abs() <= 2**-8 * want.abs() + 2**-10).all()
+
+
+@pytest.mark.parametrize("layer", [1, 2])
+def test_latents_are_rounded_once(micro, layer):
+    """Behind the norm: rows and pooled rows enter it in float32. A rounding more moves every third element."""
+    H, T, name = micro.hidden_size, 40, f"layers.{layer}.attn.compressor"
+    given = {"wkv": randn(512, H, seed=1) / 8, "wgate": randn(512, H, seed=2) / 2, "norm": 1 + randn(512, seed=3) / 8}
+    given = {part: tensor.bfloat16() for part, tensor in given.items()}
+    source = Given({f"{name}.{part}.weight": tensor for part, tensor in given.items()})
+    compressor = Compressor(micro, linear.Weights(source, CPU), layer, Switches())
+    x = randn(T, H, seed=4).bfloat16()
+    rows, gate = (x.double() @ given[part].double().T for part in ("wkv", "wgate"))
+    if micro.compress_ratios[layer] == 2:
+        rows = (gate.view(-1, 2, 512).softmax(1) * rows.view(-1, 2, 512)).sum(1)
+    want = rows / rows.square().mean(-1, keepdim=True).sqrt() * given["norm"].double()
+    got = compressor(x, 0, Ring(512, CPU) if micro.compress_ratios[layer] == 2 else None)
+    assert got.shape == want.shape
+    assert (got == want.bfloat16()).float().mean() > 0.99
 
 
 def sinkhorn(scores, iterations=20, eps=1e-6):
