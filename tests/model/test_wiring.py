@@ -10,9 +10,11 @@ import torch
 from deepinfer_sm80.model import engram_hash, linear, rope, streams
 from deepinfer_sm80.model.attention import Step
 from deepinfer_sm80.model.cache import as_recorded
+from deepinfer_sm80.model.checkpoint import Reader
 from deepinfer_sm80.model.compressor import Compressor
 from deepinfer_sm80.model.config import preset
 from deepinfer_sm80.model.engram import Engram
+from deepinfer_sm80.model.forward import TextModel
 from deepinfer_sm80.model.state import Ring
 from deepinfer_sm80.model.switches import COMPONENTS, Switches
 
@@ -90,6 +92,14 @@ def test_an_engram_layer_hashes_with_the_constants_of_its_own_number(layer):
     history = torch.tensor([5, 99_091, -1, 3, 40_000, 88, 1000])
     want = [engram_hash.ngram_rows(history[: p + 1].flip(0)[:4].tolist(), multipliers, primes, 7) for p in range(7)]
     assert engram.row_ids(history).tolist() == want
+
+
+def test_look_backs_before_the_text_are_the_pad_tokens_compressed_id(micro, micro_checkpoint):
+    compressed = [(7 * i + 3) % micro.engram_compressed_vocab_size for i in range(micro.vocab_size)]
+    engram = TextModel(micro, Reader(micro_checkpoint), compressed).layers[1].engram
+    primes = engram_hash.bucket_primes(1, 100, 4, 8)[0]
+    want = engram_hash.ngram_rows([55], engram.multipliers, primes, 7 * micro.engram_pad_token_id + 3)
+    assert engram.row_ids(torch.tensor([55])).tolist() == [want]
 
 
 def test_engram_gates_are_the_equation():
