@@ -2,12 +2,13 @@
 equations that no operator computes, in float64. Each holds a fault that moves log-probabilities too little to be seen.
 """
 
+import dataclasses
 import math
 
 import pytest
 import torch
 
-from deepinfer_sm80.model import engram_hash, linear, rope, streams
+from deepinfer_sm80.model import engram_hash, experts, linear, rope, streams
 from deepinfer_sm80.model.attention import Step
 from deepinfer_sm80.model.cache import as_recorded
 from deepinfer_sm80.model.checkpoint import Reader
@@ -15,8 +16,10 @@ from deepinfer_sm80.model.compressor import Compressor
 from deepinfer_sm80.model.config import preset
 from deepinfer_sm80.model.engram import Engram
 from deepinfer_sm80.model.forward import TextModel
+from deepinfer_sm80.model.schema import expected_tensors
 from deepinfer_sm80.model.state import Ring
 from deepinfer_sm80.model.switches import COMPONENTS, Switches
+from deepinfer_sm80.model.weights import random_tensors
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -142,6 +145,41 @@ def test_latents_are_rounded_once(micro, layer):
     got = compressor(x, 0, Ring(512, CPU) if micro.compress_ratios[layer] == 2 else None)
     assert got.shape == want.shape
     assert (got == want.bfloat16()).float().mean() > 0.99
+
+
+def expert_of(gates, ups):
+    """An expert whose gate and up values are given, of an input of ones; its activation is read as it is."""
+    names = {"w1": gates[:, None], "w3": ups[:, None], "w2": torch.eye(len(gates))}
+    given = Given({f"e.{name}.weight": tensor.bfloat16() for name, tensor in names.items()})
+    return experts.Expert(linear.Weights(given, CPU), "e", 10.0, Switches())
+
+
+def test_an_expert_clamps_its_gate_above_and_its_up_value_on_both_sides():
+    gates = torch.tensor([-30.0, -10.0, -12.0, 5.0, 11.0, 30.0]).repeat(3)
+    ups = torch.tensor([-30.0, 3.0, 30.0]).repeat_interleave(6)
+    got = expert_of(gates, ups).activation(torch.ones(1, 1).bfloat16())[0]
+    g, u = gates.double().clamp(max=10), ups.double().clamp(-10, 10)
+    assert torch.equal(got, (g / (1 + (-g).exp()) * u).bfloat16())
+    assert 0 < got[0] < 1e-10, "silu of -30 times -10, not of -10"
+
+
+def test_routed_experts_are_rounded_before_the_shared_one_is_added(micro):
+    config = dataclasses.replace(micro, n_routed_experts=4, num_experts_per_tok=2)
+    headers = {n: e for n, e in expected_tensors(config, draft=False).items() if n.startswith("layers.0.ffn.")}
+    source = Given(dict(random_tensors(config, headers, seed=7)))
+    source.headers = headers
+    layer = experts.Experts(config, linear.Weights(source, CPU), "layers.0.ffn", 4, 2, Switches())
+    x = randn(200, config.hidden_size).bfloat16()
+    ids, share = layer.route(x)
+    routed = torch.zeros(200, config.hidden_size)
+    for t in range(200):
+        for e, weight in zip(ids[t], share[t], strict=True):
+            one = layer.experts[int(e)]
+            routed[t] += (weight * linear.product(one.activation(x[t : t + 1]), one.w2)[0]).bfloat16().float()
+    shared = linear.product(layer.shared.activation(x), layer.shared.w2).bfloat16()
+    want = (routed.bfloat16().float() + shared.float()).bfloat16()
+    assert (layer(x) == want).float().mean() > 0.999
+    assert ((routed + shared.float()).bfloat16() == want).float().mean() < 0.95
 
 
 def sinkhorn(scores, iterations=20, eps=1e-6):

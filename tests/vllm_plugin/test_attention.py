@@ -41,6 +41,13 @@ class StockAttention:
         return self.compressed_pages
 
 
+class StockBuilder:
+    """vLLM's: plans of FlashMLA for the decode tokens, its holders empty where there are none."""
+
+    def build_tile_scheduler(self, num_decode_tokens):
+        return {"plan": "made" if num_decode_tokens else None}
+
+
 STUBS = {
     "vllm.envs": {},
     "vllm._custom_ops": {},
@@ -51,7 +58,7 @@ STUBS = {
     "vllm.models.deepseek_v41.sparse_mla": {
         "DeepseekV4FlashMLAMetadataBuilder": object,
         "DeepseekV4SparseMLABackend": object,
-        "DeepseekV41SparseSWAMetadataBuilder": object,
+        "DeepseekV41SparseSWAMetadataBuilder": StockBuilder,
     },
     "vllm.v1.attention.backend": {"AttentionCGSupport": Space(ALWAYS="always")},
     "vllm.v1.attention.backends.mla.sparse_swa": {"DeepseekSparseSWABackend": object},
@@ -229,3 +236,14 @@ def test_the_output_is_turned_back_and_projected_by_groups(plugin):
     layer.wo_a = Space(weight=torch.zeros(4, dtype=torch.uint8))
     with pytest.raises(UnsupportedOptionError, match="VLLM_MXFP8_EMULATION_DEQUANT_AT_LOAD"):
         layer._o_proj(out, positions)
+
+
+def test_no_plan_is_made_for_kernels_that_are_not_there(plugin):
+    assert plugin.AmpereSWABackend.get_builder_cls() is plugin.AmpereSWAMetadataBuilder
+    assert plugin.AmpereSWAMetadataBuilder().build_tile_scheduler(5) == {"plan": None}
+
+
+@pytest.mark.parametrize(("major", "served"), [(7, False), (8, True), (9, True)])
+def test_the_backend_says_what_it_runs_on(plugin, major, served):
+    """9: in the proofs, and where the plugin is forced."""
+    assert plugin.AmpereSparseMLABackend.supports_compute_capability(Space(major=major, minor=6)) is served

@@ -32,6 +32,24 @@ def test_rows_of_one_block_are_left_alone(alignment):
     assert ids.tolist() == [4, 3, 2, 1, 0, 5, 5, 5]
 
 
+@pytest.mark.parametrize(("tokens", "ordered"), [(8, False), (9, True)])
+def test_an_expert_has_a_row_of_every_token_at_most(alignment, tokens, ordered):
+    """Two routes of a token go to two experts: eight tokens fit a block of eight, sixteen routes or not."""
+    ids, _, _ = experts.moe_align_block_size(torch.zeros(tokens, 2, dtype=torch.int32), 8, 1)
+    routes = list(range(2 * tokens))
+    assert ids.tolist()[: 2 * tokens] == (routes if ordered else routes[::-1])
+
+
+def test_arguments_arrive_by_their_places(monkeypatch):
+    given = []
+    monkeypatch.setitem(
+        overrides._originals, experts._TARGET, lambda *args, **named: given.extend([*args[1:], named]) or (0, 1, 2)
+    )
+    few = torch.zeros(1, 1, dtype=torch.int32)
+    assert experts.moe_align_block_size(few, 16, 7, "map", "pad", "ignore") == (0, 1, 2)
+    assert given == [16, 7, "map", "pad", "ignore", {"return_scatter_idx": False}]
+
+
 def test_further_results_pass_through(alignment):
     found = experts.moe_align_block_size(torch.zeros(13, 1, dtype=torch.int32), 8, 1, return_scatter_idx=True)
     assert found[3] == "scatter"

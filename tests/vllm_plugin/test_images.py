@@ -78,6 +78,19 @@ def test_inputs_of_the_tower_are_refused_by_name(images, name):
         images.refuse_image_inputs({name: object()})
 
 
+@pytest.mark.parametrize(("limit", "before", "after"), [(1, False, True), (None, False, True), (0, False, False)])
+def test_the_tower_is_left_out_unless_vllm_does_so_itself(images, limit, before, after):
+    multimodal = types.SimpleNamespace(language_model_only=before, get_limit_per_prompt={"image": limit}.get)
+    images.leave_out_vision_tower(
+        types.SimpleNamespace(model_config=types.SimpleNamespace(multimodal_config=multimodal))
+    )
+    assert multimodal.language_model_only is after
+
+
+def test_a_model_without_a_multimodal_configuration_has_no_tower(images):
+    images.leave_out_vision_tower(types.SimpleNamespace(model_config=types.SimpleNamespace(multimodal_config=None)))
+
+
 def test_vllm_has_the_seam():
     assert source.parameters(CONTEXT, "BaseProcessingInfo.parse_mm_data") == ("self", "mm_data", "validate")
     assert source.parameters(CONTEXT, "BaseProcessingInfo.validate_num_items") == ("self", "modality", "num_items")

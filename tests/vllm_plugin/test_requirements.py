@@ -113,6 +113,13 @@ def test_a_bad_value_is_refused_by_name(option):
     assert "allowed is" in message
 
 
+def test_the_filter_is_served_with_a_draft_that_has_no_experts():
+    config = good()
+    filtered(config)
+    config.speculative_config = Space(method="ngram")
+    check_config(config)
+
+
 def test_the_filter_without_speculation_and_the_table_with_tensor_parallelism_are_served():
     config = good()
     filtered(config)
