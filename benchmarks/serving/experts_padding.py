@@ -18,6 +18,7 @@ import statistics
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import parting
 from limits import MEAN, TIE
 from running import failure
 
@@ -383,10 +384,7 @@ def _engine(out: pathlib.Path, rounding: str) -> dict[str, Any]:
             for ids, found in zip(engine.prompts[1:], scored, strict=True)
         ],
         "tokens": stages.tokens_of(outputs),
-        "top": [
-            [sorted((e.logprob for e in step.values()), reverse=True) for step in o.outputs[0].logprobs]
-            for o in outputs
-        ],
+        "top": parting.kept(outputs),
     }
     torch.save(saved, out / f"experts-{rounding}.pt")
     count = sum(map(len, saved["logprobs"]))
@@ -429,10 +427,10 @@ def experts_engines(model: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
     ]
     equal, leads = 0, []
     for mine, theirs, top in zip(ours["tokens"], stock["tokens"], stock["top"], strict=True):
-        first = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b), None)
-        equal += first is None
-        if first is not None:
-            leads.append(round(top[first][0] - top[first][1], 5))
+        at = parting.first_difference(mine, theirs)
+        equal += at is None
+        if at is not None:
+            leads.append(round(parting.lead(top[at], mine[at]), 5))
     mean = statistics.fmean(gaps)
     facts = {
         "prompt_tokens": len(gaps),

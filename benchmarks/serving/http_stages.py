@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import http_requests as ask
+import parting
 from limits import TIE
 
 from deepinfer_sm80.testing.served import Server
@@ -132,15 +133,13 @@ def judge(served: list[dict[str, Any]], here: list[dict[str, Any]]) -> dict[str,
     same, gaps, moved, prompts = 0, [], [], True
     for theirs, ours in zip(served, here, strict=True):
         prompts &= theirs.get("prompt", ours["prompt"]) == ours["prompt"]
-        pairs = enumerate(zip(theirs["tokens"], ours["tokens"], strict=True))
-        at = next((i for i, (a, b) in pairs if a != b), None)
+        at = parting.first_difference(ours["tokens"], theirs["tokens"])
         upto = len(ours["tokens"]) if at is None else at
         moved += [abs(a - b) for a, b in zip(theirs["logprobs"][:upto], ours["logprobs"][:upto], strict=True)]
         if at is None:
             same += 1
             continue
-        best = dict(map(tuple, ours["top"][at]))
-        gaps.append(max(best.values()) - best[theirs["tokens"][at]] if theirs["tokens"][at] in best else 99.0)
+        gaps.append(parting.lead(ours["top"][at], theirs["tokens"][at]))
     widest, mean = max(gaps, default=0.0), sum(moved) / max(len(moved), 1)
     return {
         "ok": bool(here) and prompts and widest <= TIE and mean <= LOGPROB,
@@ -170,5 +169,5 @@ def _kept(output: Any) -> dict[str, Any]:
         "prompt": list(output.prompt_token_ids),
         "tokens": list(completion.token_ids),
         "logprobs": [step[token].logprob for token, step in zip(completion.token_ids, steps, strict=True)],
-        "top": [[(token, entry.logprob) for token, entry in step.items()] for step in steps],
+        "top": parting.kept([output])[0],
     }

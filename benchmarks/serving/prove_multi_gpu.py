@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, Any
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
-from limits import MEAN, TIE  # noqa: E402  (found through the path above)
+import parting  # noqa: E402  (found through the path above)
+from limits import MEAN, TIE  # noqa: E402
 from running import (  # noqa: E402
     digest,
     failure,
@@ -61,6 +62,7 @@ EVERYWHERE = {
     "NCCL_NVLS_ENABLE": "0",
 }
 STAGES = (*LAYOUTS, *TIMED, "compare")
+JUDGED = "how far one GPU's best led the token that was taken"
 VALUES = ("prompt_logprobs", "top")  # what ``compare`` needs and nobody reads: in OUT/NAME.values
 
 
@@ -92,12 +94,13 @@ def layout(name: str, model: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
     outputs = engine.generate(engine.prompts, logprobs=2)
     stages.require_finite(outputs)
     found = engine.result(gpus=options.get("tensor_parallel_size", 1) * options.get("pipeline_parallel_size", 1))
-    steps = [
-        [sorted((e.logprob for e in step.values()), reverse=True) for step in o.outputs[0].logprobs] for o in outputs
-    ]
     if options.get("enforce_eager"):
         found |= asked_of_ranks(engine, config_of(model), options.get("pipeline_parallel_size", 1) > 1)
-    return found | {"prompt_logprobs": prompt_logprobs, "tokens": stages.tokens_of(outputs), "top": steps}
+    return found | {
+        "prompt_logprobs": prompt_logprobs,
+        "tokens": stages.tokens_of(outputs),
+        "top": parting.kept(outputs),
+    }
 
 
 def asked_of_ranks(engine: Any, config: ModelConfig, pipeline: bool) -> dict[str, Any]:
@@ -184,7 +187,7 @@ def split_of(config: ModelConfig) -> tuple[int, ...]:
 
 
 def compare(out: pathlib.Path) -> dict[str, Any]:
-    """Every layout against tp1: log-probabilities, and where greedy tokens part whether the two best were near."""
+    """Every layout against tp1: log-probabilities, and where greedy tokens part how far tp1's best led the other."""
     runs = {}
     for name in LAYOUTS:
         if (out / f"{name}.json").exists():
@@ -200,23 +203,22 @@ def compare(out: pathlib.Path) -> dict[str, Any]:
             for x, y in zip(run["prompt_logprobs"], one["prompt_logprobs"], strict=True)
             for a, b in zip(x, y, strict=True)
         ]
-        parted = [
-            (number, at, one["top"][number][at])
-            for number, (x, y) in enumerate(zip(run["tokens"], one["tokens"], strict=True))
-            for at in [next((i for i, (a, b) in enumerate(zip(x, y, strict=True)) if a != b), None)]
+        margins = [
+            parting.lead(top[at], theirs[at])
+            for theirs, own, top in zip(run["tokens"], one["tokens"], one["top"], strict=True)
+            for at in [parting.first_difference(own, theirs)]
             if at is not None
         ]
-        margins = [abs(top[0] - top[1]) if len(top) > 1 else 0.0 for _, _, top in parted]
         rows[name] = {
             "mean": round(sum(gaps) / len(gaps), 5),
             "largest": round(max(gaps), 4),
-            "same_tokens": f"{len(one['tokens']) - len(parted)} of {len(one['tokens'])} prompts",
+            "same_tokens": f"{len(one['tokens']) - len(margins)} of {len(one['tokens'])} prompts",
             "widest_gap_where_they_part": round(max(margins, default=0.0), 4),
         }
         ok &= rows[name]["mean"] <= MEAN and max(margins, default=0.0) <= TIE
     facts = {name: f"mean {row['mean']}" for name, row in rows.items()}
     ok &= bool(rows)
-    return {"ok": ok, "facts": facts, "rows": rows, "allowed": {"mean": MEAN, "gap": TIE}}
+    return {"ok": ok, "facts": facts, "rows": rows, "allowed": {"mean": MEAN, "gap": TIE}, "judged": JUDGED}
 
 
 def report(out: pathlib.Path) -> str:
@@ -229,7 +231,7 @@ def report(out: pathlib.Path) -> str:
         "",
         "Written by `benchmarks/serving/prove_multi_gpu.py --report`; do not edit. Stock vLLM 0.33.0 with this plugin,",
         "every layer computed for every token. Log-probabilities of the same prompts against one GPU, and greedy",
-        "tokens, 64 for each of eight prompts; where they part, the gap between one GPU's two best.",
+        f"tokens, 64 for each of eight prompts; where they part, {_judged(results)}.",
         "",
         f"GPUs: two {machine.get('gpu')}, code for {machine.get('lowering')}; torch {machine.get('torch')}, "
         f"Triton {machine.get('triton')}. Commit {_all(results, 'commit') or 'not recorded'}.",
@@ -267,6 +269,11 @@ def _checkpoint(results: dict[str, Any]) -> str:
     if known:
         return f"Checkpoint `{name}`, SHA-256 of its files {known}."
     return f"Checkpoint `{name}`; no digest of it was recorded, and what another commit writes by that name may differ."
+
+
+def _judged(results: dict[str, Any]) -> str:
+    """What the gaps of a comparison are: since results have said so, of the token that was taken."""
+    return str(results.get("compare", {}).get("judged", "the gap between one GPU's two best"))
 
 
 def named(error: str) -> str:

@@ -60,20 +60,23 @@ def arm(logprobs, tokens, top):
     return {"logprobs": [logprobs], "tokens": [tokens], "top": [top]}
 
 
-TOP = [[-1.0, -1.5], [-1.0, -1.02]]
+def best(first, second):
+    """Kept tokens of two steps: half a nat between the best two of the first, a bfloat16 step of the second."""
+    return [[(first, -1.0), (4, -1.5)], [(second, -1.0), (5, -1.02)]]
 
 
 @pytest.mark.parametrize(
     ("theirs", "ok"),
     [
-        (arm([-2.0, -3.0], [4, 5], TOP), True),
-        (arm([-2.0, -3.015], [4, 6], TOP), True),  # parts where the best two are a bfloat16 step apart
-        (arm([-2.0, -3.0], [7, 5], TOP), False),
-        (arm([-2.0, -3.03], [4, 5], TOP), False),
+        (arm([-2.0, -3.0], [4, 5], best(4, 5)), True),
+        (arm([-2.0, -3.015], [4, 6], best(4, 6)), True),  # parts where the best two are a bfloat16 step apart
+        (arm([-2.0, -3.0], [7, 5], best(7, 5)), False),
+        (arm([-2.0, -3.0], [4, 8], [[(4, -1.0)], [(8, -1.0), (9, -1.01)]]), False),  # a tie, but of two other tokens
+        (arm([-2.0, -3.03], [4, 5], best(4, 5)), False),
     ],
 )
 def test_engines_may_part_at_ties_only(stage, tmp_path, theirs, ok):
-    torch.save(arm([-2.0, -3.0], [4, 5], TOP), tmp_path / "experts-ours.pt")
+    torch.save(arm([-2.0, -3.0], [4, 5], best(4, 5)), tmp_path / "experts-ours.pt")
     torch.save(theirs, tmp_path / "experts-stock.pt")
     found = stage.experts_engines(tmp_path, tmp_path)
     assert found["ok"] is ok

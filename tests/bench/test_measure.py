@@ -181,7 +181,7 @@ def test_a_slow_arm_sits_out_rounds_that_a_fast_one_has():
     assert max(later - sooner for sooner, later in itertools.pairwise(slow)) <= 4, "spread over the run"
 
 
-@pytest.mark.parametrize(("cost", "rounds"), [(10.0, 40), (2_500.0, 10), (1e6, 5)])
+@pytest.mark.parametrize(("cost", "rounds"), [(10.0, 40), (2_500.0, 6), (1e6, 5)])
 def test_slow_arms_have_fewer_rounds(cost, rounds):
     device = fake_device.FakeDevice([cost], l2_bytes=1)
     outcome = measure.measure(cases.mhc(2), run_of(device, rounds=40), [arm("mhc_post")])

@@ -38,7 +38,7 @@ def write(folder, name, result):
 
 
 def test_layouts_are_judged_against_one_gpu(proof, tmp_path):
-    top = [[[-1.0, -1.1], [-2.0, -2.03], [-1.0, -3.0]]]
+    top = [[[(5, -1.0), (8, -1.1)], [(6, -2.0), (9, -2.03)], [(7, -1.0), (9, -3.0)]]]
     write(tmp_path, "tp1", run([[-1.0, -2.0]], [[5, 6, 7]], top))
     write(tmp_path, "tp2", run([[-1.004, -2.008]], [[5, 9, 9]], top))
     found = proof.compare(tmp_path)
@@ -54,11 +54,16 @@ def test_layouts_are_judged_against_one_gpu(proof, tmp_path):
 
 @pytest.mark.parametrize(
     ("logprobs", "tokens"),
-    [([[-1.0, -2.1]], [[5, 6, 7]]), ([[-1.0, -2.0]], [[5, 6, 8]]), ([[-1.0, -2.0]], [[5, 9, 7]])],
-    ids=["far", "no tie", "two steps"],
+    [
+        ([[-1.0, -2.1]], [[5, 6, 7]]),
+        ([[-1.0, -2.0]], [[5, 6, 9]]),
+        ([[-1.0, -2.0]], [[5, 9, 7]]),
+        ([[-1.0, -2.0]], [[4, 6, 7]]),
+    ],
+    ids=["far", "no tie", "two steps", "a token of neither side of a tie"],
 )
 def test_a_layout_that_differs_fails(proof, tmp_path, logprobs, tokens):
-    top = [[[-1.0, -1.1], [-2.0, -2.05], [-1.0, -3.0]]]
+    top = [[[(5, -1.0), (8, -1.001)], [(6, -2.0), (9, -2.05)], [(7, -1.0), (9, -3.0)]]]
     write(tmp_path, "tp1", run([[-1.0, -2.0]], [[5, 6, 7]], top))
     write(tmp_path, "pp2", run(logprobs, tokens, top))
     assert proof.compare(tmp_path)["ok"] is False
