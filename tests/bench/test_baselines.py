@@ -67,6 +67,50 @@ def test_vllm_has_the_function_with_as_many_parameters(op):
     assert found[: len(ours)] == (renamed or ours)
 
 
+MHC = "vllm.model_executor.kernels.mhc"
+
+
+def fused_by_vllm(
+    x, residual, post, comb, fn, scale, base, rms_eps, pre_eps, eps, factor, iters, pre_mix, norm, norm_eps
+):
+    """As vLLM's: an axis of one behind post, and an auxiliary mean behind the results."""
+    assert (pre_eps, factor, post.shape[-1]) == (eps, 2.0, 1)
+    mixes = (x, residual, post.squeeze(-1), comb, fn, scale, base, pre_mix, norm)
+    streams, post, *others = ops.pytorch("mhc_fused_post_pre_delayed")(*mixes, rms_eps, eps, norm_eps, iters)
+    return (streams, post.unsqueeze(-1), *others, x.new_empty(0))
+
+
+@pytest.mark.parametrize("provider", ["vllm-native", "geometry-2-8-128"])
+def test_vllm_s_fused_mix_gets_our_arguments_and_one_arm_another_geometry(provider, monkeypatch):
+    seen = []
+    kernels = {"mhc_fused_post_pre_split_config": lambda tokens, hidden, streams: (6, 8, 128)}
+
+    def fused(*given):
+        seen.append(sys.modules[f"{MHC}.tilelang_kernels"].mhc_fused_post_pre_split_config(3, 5120, 4))
+        return fused_by_vllm(*given)
+
+    install(monkeypatch, f"{MHC}.tilelang", mhc_fused_post_pre_delayed_tilelang=fused)
+    monkeypatch.setitem(sys.modules, f"{MHC}.tilelang_kernels", SimpleNamespace(**kernels))
+    op, case = "mhc_fused_post_pre_delayed", cases.mhc_fused(3)
+    kwargs, arm = case.arguments("cpu", 0), arm_named("mhc_fused_post_pre_delayed", provider)
+    result = arm.finish(kwargs, arm.prepare(kwargs)())
+    assert gate.disagreement(op, gate.expected(op, case.arguments("cpu", 0)), kwargs, result) == ""
+    assert seen == [(2, 8, 128) if provider == "geometry-2-8-128" else (6, 8, 128)]
+    assert sys.modules[f"{MHC}.tilelang_kernels"].mhc_fused_post_pre_split_config(3, 5120, 4) == (6, 8, 128)
+    if provider == "geometry-2-8-128":
+        with pytest.raises(ValueError, match="vLLM fuses up to 32 tokens, here are 33"):
+            arm.prepare(cases.mhc_fused(33).arguments("cpu", 0))
+
+
+def test_vllm_has_the_fused_mix_and_its_choice_of_a_geometry():
+    assert source.parameters(f"{MHC}.tilelang", "mhc_fused_post_pre_delayed_tilelang")[:15] == (
+        *("x", "residual", "post_layer_mix", "comb_res_mix", "fn", "hc_scale", "hc_base", "rms_eps", "hc_pre_eps"),
+        *("hc_sinkhorn_eps", "hc_post_mult_value", "sinkhorn_repeat", "pre_mix", "norm_weight", "norm_eps"),
+    )
+    chosen = source.parameters(f"{MHC}.tilelang_kernels", "mhc_fused_post_pre_split_config")
+    assert chosen == ("num_tokens", "hidden_size", "hc_mult")
+
+
 def flashmla_decode(**given):
     assert given["is_fp8_kvcache"] is True
     assert given["head_dim_v"] == 512

@@ -9,7 +9,17 @@ import pytest
 import torch
 
 from deepinfer_sm80 import ops
-from deepinfer_sm80.bench import adapters, cases, gate, measure, projected, providers, report, statistics
+from deepinfer_sm80.bench import (
+    adapters,
+    cases,
+    gate,
+    measure,
+    projected,
+    providers,
+    report,
+    residual_streams,
+    statistics,
+)
 from deepinfer_sm80.bench.ceilings import Ceilings
 from deepinfer_sm80.bench.gpu import Timed
 from deepinfer_sm80.bench.providers import Arm
@@ -23,6 +33,7 @@ spec.loader.exec_module(fake_device)
 FACTS = {"commit": "c", "torch": "t", "triton": "r", "driver": "d", "time": "now"}
 SMALL = {
     "mhc_post": cases.mhc(3),
+    "mhc_fused_post_pre_delayed": cases.mhc_fused(3),
     "combine_topk_swa_indices": cases.combine(5, 700),
     "global_topk_indices": cases.mapping(2),
     "indexer_topk": cases.select(2, 600),
@@ -277,7 +288,7 @@ def test_a_device_that_takes_no_more_work_ends_the_process(monkeypatch):
 
 
 def test_padding_that_fails_costs_no_row(monkeypatch):
-    monkeypatch.setattr(cases, "HIDDEN", 128)
+    monkeypatch.setattr(residual_streams, "HIDDEN", 128)
     kernel = ops.kernel("mhc_post")
     device = fake_device.FakeDevice(l2_bytes=1)
 
@@ -291,7 +302,7 @@ def test_padding_that_fails_costs_no_row(monkeypatch):
 
 
 def test_launches_of_ours_are_held_to_ampere_and_only_under_its_lowering(monkeypatch):
-    monkeypatch.setattr(cases, "HIDDEN", 128)  # the kernel runs in the interpreter
+    monkeypatch.setattr(residual_streams, "HIDDEN", 128)  # the kernel runs in the interpreter
     kernel = ops.kernel("mhc_post")
     ours = Arm("ours", lambda kwargs: lambda: kernel(**kwargs))
     device = fake_device.FakeDevice(l2_bytes=1)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from deepinfer_sm80 import cli, ops
-from deepinfer_sm80.bench import cases, lowering, rows, runner
+from deepinfer_sm80.bench import cases, lowering, residual_streams, rows, runner
 from deepinfer_sm80.bench.measure import Outcome
 from deepinfer_sm80.cli import bench as bench_command
 from deepinfer_sm80.errors import BenchmarkError
@@ -39,7 +39,7 @@ def as_scripts_see_it(monkeypatch):
 @pytest.fixture
 def small(monkeypatch):
     """Only mhc_post, narrow, and PyTorch in the place of the kernel: the interpreter takes seconds."""
-    monkeypatch.setattr(cases, "HIDDEN", 128)
+    monkeypatch.setattr(residual_streams, "HIDDEN", 128)
     monkeypatch.setattr(ops, "kernel", ops.pytorch)
     monkeypatch.setattr(cases, "all_cases", lambda: iter([cases.mhc(1), cases.mhc(8)]))
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from deepinfer_sm80.bench import residual_streams
 from deepinfer_sm80.ops.kv_cache.layout import NOPE_DIM, ROPE_DIM
 
 if TYPE_CHECKING:
@@ -236,6 +237,7 @@ def _bytes_and_weights(kwargs: dict[str, Any], result: Any) -> tuple[torch.Tenso
 
 
 FINISH: dict[str, Callable[[dict[str, Any], Any], Any]] = {
+    "mhc_fused_post_pre_delayed": residual_streams.finish,
     "indexer_topk": _ascending,
     "select_candidate_blocks": _ascending,
     "indexer_logits_prefill": _closed("row_start", "row_end"),
@@ -246,6 +248,7 @@ FINISH: dict[str, Callable[[dict[str, Any], Any], Any]] = {
 VLLM: dict[str, Adapter] = {
     "engram_lookup": _engram,
     "mhc_post": _positional("vllm.model_executor.kernels.mhc.tilelang", "mhc_post_tilelang"),
+    "mhc_fused_post_pre_delayed": residual_streams.fused(),
     "rope_quant_insert": _positional(f"{_V41}.fused_compress_quant_cache", "rope_quant_insert"),
     "dequantize_and_gather_k_cache": _positional(_CACHE_OPERATIONS, "dequantize_and_gather_k_cache_triton"),
     "indexer_k_norm_rope_store": _positional(f"{_V41}.indexer_k_store", "indexer_k_norm_rope_store", False),
@@ -270,3 +273,6 @@ VLLM_NATIVE: dict[str, Adapter] = VLLM | {
     "indexer_topk": _topk(cooperative=True),
 }
 """On the GPU that is there: with DeepGEMM, CuTeDSL and clusters where vLLM takes them."""
+
+GEOMETRY: dict[str, Adapter] = {"mhc_fused_post_pre_delayed": residual_streams.fused(residual_streams.GEOMETRY)}
+"""vLLM's own kernel in the geometry that it takes for few tokens, whatever their number."""

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from deepinfer_sm80.bench.builder import BenchCase, Builder
+from deepinfer_sm80.bench.residual_streams import mhc, mhc_fused
 from deepinfer_sm80.ops.kv_cache.layout import HEAD_DIM, INDEX_DIM, INDEX_RECORD_BYTES, RECORD_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-HEADS, WINDOW, TOPK, HIDDEN, INDEX_HEADS = 64, 128, 512, 5120, 32
+HEADS, WINDOW, TOPK, INDEX_HEADS = 64, 128, 512, 32
 WINDOW_PAGE, PAGE, INDEX_PAGE = 32, 128, 64
 CANDIDATES, CANDIDATE_BLOCK = 2048, 8
 GROUPS, LOW_RANK = 8, 1024
@@ -84,18 +85,6 @@ def gather(requests: int, context: int) -> BenchCase:
 
     name = f"ctx{context}-R{requests}"
     return BenchCase("dequantize_and_gather_k_cache", name, build, ("k_cache",), (requests, context) == (1, 4096))
-
-
-def mhc(tokens: int) -> BenchCase:
-    def build(b: Builder) -> dict[str, Any]:
-        return {
-            "x": b.randn(tokens, HIDDEN).bfloat16(),
-            "residual": b.randn(tokens, 4, HIDDEN).bfloat16(),
-            "post_mix": b.randn(tokens, 4),
-            "comb": b.randn(tokens, 4, 4),
-        }
-
-    return BenchCase("mhc_post", f"T{tokens}-H{HIDDEN}", build, quick=tokens == 8)
 
 
 def combine(tokens: int, context: int) -> BenchCase:
@@ -306,6 +295,8 @@ def all_cases() -> Iterator[BenchCase]:
         yield gather(requests, context)
     for tokens in (1, 8, 12, 64, 2048):
         yield mhc(tokens)
+    for tokens in (1, 6, 8, 12, 32, 64, 2048):
+        yield mhc_fused(tokens)
     for tokens in (64, 1536, 2048):
         yield combine(tokens, 16384)
     for tokens in (1, 8, 64):

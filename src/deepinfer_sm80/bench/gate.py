@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 PER_TOKEN = {
     "mhc_post": ("x", "residual", "post_mix", "comb"),
+    "mhc_fused_post_pre_delayed": ("x", "residual", "post_mix", "comb", "pre_mix"),
     "indexer_q_rope_quant": ("positions", "q", "weights"),
     "indexer_topk": ("logits", "row_lens"),
     "global_topk_indices": ("topk_indices", "token_to_req_indices", "is_valid_token"),

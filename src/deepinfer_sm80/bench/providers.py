@@ -1,10 +1,10 @@
 """What an operator is compared with. An arm that cannot be had says why.
 
-``ours`` is the kernel that serves; ``pytorch`` and ``pytorch-graph`` our vectorised form, eager and captured;
+``ours`` is the kernel of this package; ``pytorch`` and ``pytorch-graph`` our vectorised form, eager and captured;
 ``unfused`` the textbook chain of ``unfused.py``; ``vllm`` vLLM 0.33.0's own kernel compiled as for the lowering,
 ``vllm-native`` the same as the GPU would have it; ``flashmla`` the attention of vLLM's FlashMLA extension;
-``geometry-2-8-128`` the fused post and pre mix of the residual streams in vLLM's own geometry (2 columns a tile, 8
-splits, 128 threads), a baseline of an operator that this package does not have yet.
+``geometry-2-8-128`` vLLM's fused post and pre mix of the residual streams in the geometry that it takes for few tokens
+(2 columns a tile, 8 splits, 128 threads).
 """
 
 from __future__ import annotations
@@ -66,7 +66,10 @@ def arms(op: str, lowering: str, native_is_ampere: bool) -> tuple[list[Arm], lis
         left.append(LeftOut("unfused", "no chain is defined for this operator"))
     for_ampere = lowering != "native" or native_is_ampere
     vllm = ("vllm", adapters.VLLM) if for_ampere else ("vllm-native", adapters.VLLM_NATIVE)
-    for provider, known in (vllm, ("flashmla", flashmla.FLASHMLA)):
+    others = [vllm, ("flashmla", flashmla.FLASHMLA)]
+    if op in adapters.GEOMETRY:
+        others.append(("geometry-2-8-128", adapters.GEOMETRY))
+    for provider, known in others:
         try:
             if op in known:
                 found.append(Arm(provider, known[op](), finish=adapters.FINISH.get(op, _as_it_is)))

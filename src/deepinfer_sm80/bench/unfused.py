@@ -48,6 +48,36 @@ def mhc_post(x: torch.Tensor, residual: torch.Tensor, post_mix: torch.Tensor, co
     return (post_mix.unsqueeze(-1) * x.float().unsqueeze(1) + mixed).bfloat16()
 
 
+def mhc_fused_post_pre_delayed(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    post_mix: torch.Tensor,
+    comb: torch.Tensor,
+    fn: torch.Tensor,
+    scale: torch.Tensor,
+    base: torch.Tensor,
+    pre_mix: torch.Tensor,
+    norm_weight: torch.Tensor,
+    rms_eps: float,
+    hc_eps: float,
+    norm_eps: float,
+    sinkhorn_iters: int,
+) -> tuple[torch.Tensor, ...]:
+    streams = mhc_post(x, residual, post_mix, comb)
+    flat = streams.flatten(1).float()
+    mixes = torch.nn.functional.linear(flat, fn) * torch.rsqrt(flat.square().mean(-1, keepdim=True) + rms_eps)
+    pre, post, mixed = mixes.split((4, 4, 16), -1)
+    pre, post = pre * scale[0] + base[:4], post * scale[1] + base[4:8]
+    mixed = (mixed * scale[2] + base[8:]).unflatten(1, (4, 4)).softmax(-1) + hc_eps
+    mixed = mixed / (mixed.sum(-2, keepdim=True) + hc_eps)
+    for _ in range(sinkhorn_iters - 1):
+        mixed = mixed / (mixed.sum(-1, keepdim=True) + hc_eps)
+        mixed = mixed / (mixed.sum(-2, keepdim=True) + hc_eps)
+    u = torch.einsum("ts,tsh->th", pre_mix, streams.float()).bfloat16().float()
+    normed = u * torch.rsqrt(u.square().mean(-1, keepdim=True) + norm_eps) * norm_weight.float()
+    return streams, 2 * post.sigmoid(), mixed, normed.bfloat16(), pre.sigmoid() + hc_eps
+
+
 def rope_quant_insert(
     latent: torch.Tensor,
     positions: torch.Tensor,
@@ -257,6 +287,7 @@ CHAINS: dict[str, Any] = {
     for chain in (
         engram_lookup,
         mhc_post,
+        mhc_fused_post_pre_delayed,
         rope_quant_insert,
         dequantize_and_gather_k_cache,
         indexer_k_norm_rope_store,

@@ -100,6 +100,15 @@ class Layer:
         scale, base = self.tensor("hc_attn_scale"), self.tensor("hc_attn_base")
         self.post = 2 * torch.sigmoid(mixed[:, n : 2 * n] * scale[1] + base[n : 2 * n])
         self.comb = torch.softmax((mixed[:, 2 * n :] * scale[2] + base[2 * n :]).unflatten(1, (n, n)), -1)
+        self.pre = torch.sigmoid(mixed[:, :n] * scale[0] + base[:n]) + config.hc_eps
+        self.next_mix = {
+            **{name: self.tensor(f"hc_ffn_{name}") for name in ("fn", "scale", "base")},
+            "norm_weight": self.tensor("ffn_norm.weight"),
+            "rms_eps": config.rms_norm_eps,
+            "hc_eps": config.hc_eps,
+            "norm_eps": config.rms_norm_eps,
+            "sinkhorn_iters": config.hc_sinkhorn_iters,
+        }
         first = config.engram_layer_ids[0]
         self.engram_rows = torch.tensor(self._engram_rows(), device=self.device)
         self.engram = {

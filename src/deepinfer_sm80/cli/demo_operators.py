@@ -81,6 +81,8 @@ class _Pass:
         mix = {"post_mix": layer.post[rows], "comb": layer.comb[rows]}
         arguments = {"x": layer.x[rows], "residual": layer.streams[rows], **mix}
         yield self._step(f"H{layer.config.hidden_size}", self._run("mhc_post", arguments))
+        fused = {**arguments, "pre_mix": layer.pre[rows], **layer.next_mix}
+        yield self._step(f"H{layer.config.hidden_size}", self._run("mhc_fused_post_pre_delayed", fused))
 
     def _write_caches(self) -> Iterator[Step]:
         layer, rows = self.layer, self.rows

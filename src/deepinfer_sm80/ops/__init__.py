@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 OPS: dict[str, str] = {
     "engram_lookup": "engram",
     "mhc_post": "mhc",
+    "mhc_fused_post_pre_delayed": "mhc",
     "rope_quant_insert": "kv_cache",
     "dequantize_and_gather_k_cache": "kv_cache",
     "indexer_k_norm_rope_store": "indexer",
