@@ -91,7 +91,29 @@ def test_too_little_memory_says_what_is_possible(capsys):
         (("--gpus", "8xA100-80GB", "--context", "much"), "--context must be tokens"),
         (("--gpus", "8xA100-80GB", "--streams", "0"), "--streams must be 1 to 1024, got 0. Requests"),
         (("--gpus", "8xA100-80GB", "--speculation", "-1"), "--speculation must be 0 to"),
+        (
+            ("--gpus", "8xA100-80GB", "--context", "1.5M"),
+            "1 to 1,048,576 tokens, the model's longest, got 1.5M (1,572,864",
+        ),
+        (
+            ("--gpus", "8xA100-80GB", "--context", "1e6"),
+            "--context must be tokens, such as 1M, 128K or 100000, got '1e6'",
+        ),
+        (("--gpus", "8xA100-80GB", "--context", "0.5"), "--context must be tokens"),
+        (("--gpus", "8xA100-80GB", "--context", "9" * 5000), "--context must be tokens"),
+        (("--gpus", "8xA100-80GB", "--context", "\u0661K"), "--context must be tokens"),
+        (
+            ("--gpus", "8xA100-80GB", "--streams", "1e3"),
+            "--streams must be a whole number, got '1e3'. Write it in digits.",
+        ),
+        (("--gpus", "8xA100-80GB", "--hosts", "two"), "--hosts must be a whole number"),
+        (("--gpus", "8xA100-80GB", "--tp", "1.5"), "--tp must be a whole number"),
+        (("--gpus", "8xA100-80GB", "--speculation", "99"), "--speculation must be 0 to 16, got 99"),
+        (("--smallest", "--hosts", "0"), "--hosts must be left out where --gpus is, got 0"),
+        (("--smallest", "--gpus", ""), "--gpus must be a number and a card, such as 8xA100-80GB, got ''"),
+        (("--smallest", "--ram", "17GB"), "--ram must be 18GB or more"),
         (("--gpus", "8xA100-80GB", "--checkpoint", "nowhere"), "--checkpoint must be a directory"),
+        (("--gpus", "8xA100-80GB", "--checkpoint", "nowhere"), "nowhere/config.json (no such file or directory)"),
     ],
 )
 def test_bad_input_is_one_sentence_and_code_2(capsys, args, sentence):
@@ -99,6 +121,35 @@ def test_bad_input_is_one_sentence_and_code_2(capsys, args, sentence):
     assert (code, caught.out) == (2, "")
     assert sentence in caught.err
     assert caught.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        ("[]", "what describes no model"),
+        ("null", "what describes no model"),
+        ('{"model_type": "deepseek_v41", "text_config": 3}', "what describes no model"),
+        ("{", "what is no JSON in line 1"),
+        ("[" * 100_000, "what is no JSON"),
+        ('{"model_type": "llama"}', "found 'llama' without a text_config"),
+    ],
+)
+def test_a_foreign_checkpoint_is_one_sentence(capsys, tmp_path, content, found):
+    (tmp_path / "config.json").write_text(content)
+    code, caught = run(capsys, "--gpus", "8xA100-80GB", "--checkpoint", str(tmp_path))
+    assert (code, caught.out, caught.err.count("\n")) == (2, "", 1)
+    assert found in caught.err
+
+
+def test_a_part_of_a_million_tokens_is_a_context(capsys):
+    assert json.loads(run(capsys, "--gpus", "8xA100-80GB", "--context", "0.5M", "--json")[1].out)["context"] == 524_288
+
+
+@pytest.mark.parametrize("form", [(), ("--json",)])
+def test_no_smallest_set_is_code_1(capsys, form):
+    code, caught = run(capsys, "--smallest", "--tp", "1", "--pp", "1", "--dp", "1", *form)
+    assert code == 1
+    assert json.loads(caught.out)["smallest"] == [] if form else "A100-80GB: no set of up to 32 GPUs\n" in caught.out
 
 
 def test_json_says_what_is_possible_where_nothing_fits(capsys):

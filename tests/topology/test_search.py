@@ -13,7 +13,7 @@ from deepinfer_sm80.topology import page, published, ran, roofline, serve
 from deepinfer_sm80.topology.cluster import Cluster, Gpu, cluster
 from deepinfer_sm80.topology.cuts import best_split, even_split, legal_starts
 from deepinfer_sm80.topology.footprint import weights
-from deepinfer_sm80.topology.layout import Layout, Setting, legal_stock, memory, replay
+from deepinfer_sm80.topology.layout import Layout, Setting, legal_stock, legal_tp, memory, replay
 from deepinfer_sm80.topology.search import Only, judge, plan
 from deepinfer_sm80.topology.serve import Standing
 
@@ -294,6 +294,37 @@ def test_engram_needs_ram_or_the_gpu():
     assert "GiB of RAM on a host that has 128" in none.why
 
 
+def test_a_host_without_room_for_the_processes_serves_nothing():
+    """Eight ranks: 16 GiB for the system and 2 for each, whatever is on the GPUs."""
+    for ram, engram, fits in (("31GB", "disk", False), ("32GB", "gpu", True)):
+        row = judge(FOUND, Layout((40,), (8,)), cluster("8xA100-80GB", ram=ram), SETTING)
+        assert (row.engram, row.fits, row.command is not None) == (engram, fits, fits)
+    assert (
+        "the processes alone need 32 GiB of RAM on a host that has 31, with Engram's tables 221"
+        in judge(FOUND, Layout((40,), (8,)), cluster("8xA100-80GB", ram="31GB"), SETTING).why
+    )
+
+
+def test_tables_are_not_put_where_the_plugin_refuses_them():
+    """TP 1 and data parallelism: vLLM would split a table on the GPU over peers."""
+    from deepinfer_sm80.model.config import preset
+
+    tiny = weights(preset("tiny"))
+    setting = dataclasses.replace(SETTING, context=16384)
+    for layout, engram in ((Layout((8,), (1,), 2, 2), "disk"), (Layout((8,), (2,)), "gpu")):
+        poor = Cluster(cluster("2xA100-80GB").gpu, 2, ram=20 * 2**30)
+        assert judge(tiny, layout, poor, setting).engram == engram
+
+
+def test_tensor_parallel_sizes_are_those_that_cut_the_model():
+    assert legal_tp(CONFIG) == (1, 2, 4, 8)
+    small = dataclasses.replace(CONFIG, num_attention_heads=4, o_groups=4)
+    assert legal_tp(small) == (1, 2, 4)
+    assert {row.layout.tp for row in plan(weights(small), cluster("8xA100-80GB"), SETTING)} == {1, 2, 4}
+    plain = dataclasses.replace(CONFIG, engram_layer_ids=(), engram_num_embeddings=(), engram_n_heads=1)
+    assert legal_tp(plain) == (1, 2, 4, 8)
+
+
 def test_hosts_hold_only_their_stages_tables():
     two = cluster("16xA100-40GB", hosts=2)
     split = Layout((14, 26), (8, 8))
@@ -334,6 +365,8 @@ def test_speeds_move_the_right_way():
         ("4xRTX-3090-24GB", (4, "RTX3090", 24)),
         ("4xRTX-3090", (4, "RTX3090", 24)),
         ("8xRTXA6000", (8, "A6000", 48)),
+        ("8\u00d7A100-80GiB", (8, "A100", 80)),
+        ("008XA100-80gb", (8, "A100", 80)),
     ],
 )
 def test_gpu_strings(text, found):
@@ -346,11 +379,30 @@ def test_an_unknown_gpu_by_its_figures():
 
 
 @pytest.mark.parametrize(
-    "text", ["", "A100", "0xA100", "6xH100-80GB", "6xA100-96GB", "6xMy:0GB:9GB/s:1TF", "x", "9999xA100"]
+    "text",
+    ["", "A100", "0xA100", "6xH100-80GB", "6xA100-96GB", "6xMy:0GB:9GB/s:1TF", "x", "9999xA100"]
+    + ["\u0668xA100", "8xA100-\u0664\u0660GB", f"{'9' * 5000}xA100", "8xRTX-24GB"]
+    + [f"8xMy:{a}GB:{b}GB/s:{c}TF" for a, b, c in (("9" * 400, 9, 1), (9, "9" * 400, 1), (9, 9, "9" * 400))]
+    + ["8xMy:48GB:100001GB/s:150TF", "8xMy:48GB:900GB/s:0.9TF"],
 )
 def test_impossible_gpu_strings(text):
-    with pytest.raises(PlanError, match="--gpus must be"):
+    with pytest.raises(PlanError, match="--gpus must be") as raised:
         cluster(text)
+    assert len(str(raised.value)) < 600
+
+
+@pytest.mark.parametrize("text", ["4xA100-80GB+4xA6000", "4xA100, 4xA6000", "4xA100 + 4xMy:48GB:900GB/s:150TF"])
+def test_gpus_of_two_kinds_are_told_what_to_plan_for(text):
+    with pytest.raises(PlanError, match="GPUs of one kind, the smallest of them standing for all"):
+        cluster(text)
+
+
+def test_a_link_is_named_in_any_case():
+    assert cluster("8xA6000", link="NVLink").link.name == "nvlink"
+
+
+def test_an_unknown_card_may_have_a_part_of_a_gib():
+    assert cluster("8xMy:23.5GB:900GB/s:150TFLOPS").gpu == Gpu("My", 23, 23.1, 900, 150)
 
 
 @pytest.mark.parametrize(
@@ -359,6 +411,9 @@ def test_impossible_gpu_strings(text):
         ({"hosts": 4}, "divisor of 6"),
         ({"hosts": 0}, "divisor of 6"),
         ({"ram": "lots"}, "512GB"),
+        ({"ram": "0.5GB"}, "1GB to 1024TB"),
+        ({"ram": "1025TB"}, "1GB to 1024TB"),
+        ({"ram": f"{'9' * 400}TB"}, "1GB to 1024TB, got '9{57}...'"),
         ({"link": "string"}, "nvlink"),
     ],
 )

@@ -8,12 +8,12 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deepinfer_sm80.errors import PlanError
+from deepinfer_sm80.errors import PlanError, reason
 from deepinfer_sm80.model.config import ModelConfig
-from deepinfer_sm80.topology import explain, offers, page, ran
-from deepinfer_sm80.topology.cluster import LINKS, Cluster, cluster, size
+from deepinfer_sm80.topology import explain, offers, page, ran, serve
+from deepinfer_sm80.topology.cluster import KNOWN, LINKS, Cluster, cluster, shown, size
 from deepinfer_sm80.topology.footprint import Weights, weights
-from deepinfer_sm80.topology.layout import LEGAL_TP, Setting
+from deepinfer_sm80.topology.layout import Setting, legal_tp
 from deepinfer_sm80.topology.search import ANY, Only, Row, holds, plan, shapes
 
 if TYPE_CHECKING:
@@ -33,15 +33,15 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "yet comes after what does. Exits with 1 where nothing fits.",
     )
     parser.add_argument("--gpus", metavar="NxCARD", help="6xA100-64GB, or 8xMyCard:48GB:900GB/s:150TFLOPS")
-    parser.add_argument("--hosts", type=int, help="hosts the GPUs are spread over evenly (default 1)")
+    parser.add_argument("--hosts", metavar="N", help="hosts the GPUs are spread over evenly (default 1)")
     parser.add_argument("--ram", metavar="SIZE", help="memory of each host, such as 512GB (default: enough)")
     parser.add_argument("--link", help=f"between the GPUs of a host: {', '.join(LINKS)} (default: by card)")
     parser.add_argument("--context", metavar="TOKENS", help="such as 1M or 128K (default: the model's longest)")
-    parser.add_argument("--streams", type=int, default=4, help="requests at a time (default 4)")
-    parser.add_argument("--speculation", type=int, default=5, metavar="K", help="DSpark tokens, 0: off (default 5)")
-    parser.add_argument("--tp", type=int, metavar="N", help="only layouts of this tensor-parallel size")
-    parser.add_argument("--pp", type=int, metavar="N", help="only layouts of so many pipeline stages; 1: no pipeline")
-    parser.add_argument("--dp", type=int, metavar="N", help="only layouts of so many data-parallel replicas")
+    parser.add_argument("--streams", metavar="N", default="4", help="requests at a time (default 4)")
+    parser.add_argument("--speculation", default="5", metavar="K", help="DSpark tokens, 0: off (default 5)")
+    parser.add_argument("--tp", metavar="N", help="only layouts of this tensor-parallel size")
+    parser.add_argument("--pp", metavar="N", help="only layouts of so many pipeline stages; 1: no pipeline")
+    parser.add_argument("--dp", metavar="N", help="only layouts of so many data-parallel replicas")
     parser.add_argument(
         "--checkpoint", metavar="DIR", help="plan for this checkpoint's config.json (default: released)"
     )
@@ -58,16 +58,16 @@ def run(args: argparse.Namespace) -> int:
     if args.page:
         print(page.page(), end="")
         return 0
-    if not args.gpus and not args.smallest:
+    if args.gpus is None and not args.smallest:
         raise PlanError(
             option="--gpus", allowed="a number and a card", found="nothing", remedy="For example: --gpus 8xA100-80GB."
         )
     found = weights(_config(args.checkpoint))
     setting = _setting(args, found.config)
-    if not args.gpus:
-        print(_without_gpus(args, found, setting))
-        return 0
-    group = cluster(args.gpus, 1 if args.hosts is None else args.hosts, args.ram, args.link)
+    if args.gpus is None:
+        return _without_gpus(args, found, setting)
+    hosts = 1 if args.hosts is None else whole("--hosts", args.hosts)
+    group = cluster(args.gpus, hosts, args.ram, args.link)
     only = _only(args, found.config, group.count)
     checkpoint = args.checkpoint or RELEASED
     rows = plan(found, group, setting, checkpoint, only)
@@ -89,10 +89,10 @@ def run(args: argparse.Namespace) -> int:
     return 0 if fits else 1
 
 
-def _without_gpus(args: argparse.Namespace, found: Weights, setting: Setting) -> str:
-    """The smallest sets alone."""
+def _without_gpus(args: argparse.Namespace, found: Weights, setting: Setting) -> int:
+    """Print the smallest sets alone; 0 where there is one, else 1."""
     for option in ("hosts", "link", "all"):
-        if getattr(args, option):
+        if getattr(args, option) not in (None, False):
             raise PlanError(
                 option=f"--{option}",
                 allowed="left out where --gpus is",
@@ -101,10 +101,20 @@ def _without_gpus(args: argparse.Namespace, found: Weights, setting: Setting) ->
             )
     only = _only(args, found.config)
     ram = None if args.ram is None else size(args.ram, "--ram")
+    if not serve.processes_fit(Cluster(KNOWN[0], 1, ram=ram)):
+        least = f"{serve.HOST_RESERVE + serve.RANK_RESERVE:.0f}GB"
+        raise PlanError(
+            option="--ram",
+            allowed=f"{least} or more: the system and one process take so much (assumed), without Engram's tables",
+            found=args.ram,
+            remedy="Name the memory of a host; left out, it is taken to be enough.",
+        )
     sets = offers.smallest_sets(found, setting, only, ram)
     if args.json:
-        return json.dumps({"context": setting.context, "smallest": explain.smallest_json(sets)}, indent=1)
-    return explain.smallest(sets, setting, only)
+        print(json.dumps({"context": setting.context, "smallest": explain.smallest_json(sets)}, indent=1))
+    else:
+        print(explain.smallest(sets, setting, only))
+    return 0 if any(entry.layout for entry in sets) else 1
 
 
 def _instead(
@@ -156,15 +166,15 @@ def _config(checkpoint: str | None) -> ModelConfig:
     if checkpoint is None:
         return ModelConfig()
     path = Path(checkpoint, "config.json")
+    wrong = {"option": "--checkpoint", "allowed": "a directory with the model's config.json"}
+    remedy = f"Leave it out to plan for the released {RELEASED.partition('/')[2]}."
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise PlanError(
-            option="--checkpoint",
-            allowed="a directory with the model's config.json",
-            found=f"{path} ({type(error).__name__})",
-            remedy="Leave it out to plan for the released DeepSeek-V4.1-Flash.",
-        ) from error
+    except (OSError, ValueError, RecursionError) as error:
+        why = "what is no JSON" if isinstance(error, RecursionError) else reason(error)
+        raise PlanError(**wrong, found=f"{path} ({why})", remedy=remedy) from error
+    if not isinstance(content, dict) or not isinstance(content.get("text_config", {}), dict):
+        raise PlanError(**wrong, found=f"{path} (what describes no model)", remedy=remedy)
     return ModelConfig.from_dict(content)
 
 
@@ -178,32 +188,46 @@ def _setting(args: argparse.Namespace, config: ModelConfig) -> Setting:
             found=f"{args.context} ({context:,} tokens)",
             remedy=f"Ask for --context {longest} or less.",
         )
-    for option, value, low, high, remedy in (
+    sizes = []
+    for option, text, low, high, remedy in (
         ("--streams", args.streams, 1, 1024, "Requests served at a time; 4 is the default."),
         ("--speculation", args.speculation, 0, MAX_SPECULATION, "5 is the tested speculation."),
     ):
-        if not low <= value <= high:
-            raise PlanError(option=option, allowed=f"{low} to {high}", found=value, remedy=remedy)
-    return Setting(context=context, streams=args.streams, speculation=args.speculation)
+        sizes.append(whole(option, text))
+        if not low <= sizes[-1] <= high:
+            raise PlanError(option=option, allowed=f"{low} to {high}", found=sizes[-1], remedy=remedy)
+    return Setting(context=context, streams=sizes[0], speculation=sizes[1])
 
 
 def tokens(text: str) -> int:
-    """``1M`` is 1,048,576, ``128K`` 131,072, a plain number itself."""
-    found = re.fullmatch(r"(\d+)([KM]?)", text.strip().upper().replace(",", "").replace("_", ""))
+    """``1M`` is 1,048,576, ``128K`` 131,072, ``0.5M`` 524,288, a plain number itself."""
+    plain = text.strip().upper().replace(",", "").replace("_", "")
+    found = re.fullmatch(r"([0-9]{1,12})(?:(\.[0-9]{1,6})?([KM]))?", plain)
     if not found:
-        raise PlanError(option="--context", allowed="tokens, such as 1M, 128K or 100000", found=text, remedy="Say one.")
-    return int(found[1]) * {"": 1, "K": 1024, "M": 1024**2}[found[2]]
+        allowed = "tokens, such as 1M, 128K or 100000"
+        raise PlanError(option="--context", allowed=allowed, found=shown(text), remedy="Write the number so.")
+    unit = {None: 1, "K": 1024, "M": 1024**2}[found[3]]
+    return int(found[1]) * unit + int(float(found[2] or 0) * unit)
+
+
+def whole(option: str, text: str) -> int:
+    """The whole number ``text``. Raises PlanError for anything else."""
+    if not re.fullmatch(r"[+-]?[0-9]{1,9}", text.strip()):
+        raise PlanError(option=option, allowed="a whole number", found=shown(text), remedy="Write it in digits.")
+    return int(text)
 
 
 def _only(args: argparse.Namespace, config: ModelConfig, count: int | None = None) -> Only:
     """The sizes that were asked for. Raises PlanError for those that ``count`` GPUs (None: any set) cannot have."""
-    only = Only(args.tp, args.pp, args.dp)
+    only = Only(
+        *(None if (text := getattr(args, name)) is None else whole(f"--{name}", text) for name in ("tp", "pp", "dp"))
+    )
     counts = range(1, offers.MAX_SET + 1) if count is None else (count,)
     every = [(w[0], len(w), dp) for n in counts for w, dp, _ in shapes(config, n)]
     of = f"with {count} GPU{'s' * (count > 1)}" if count else f"in sets of up to {offers.MAX_SET} GPUs"
     remedies = (
-        "64 heads, 8 output groups, 72 scale groups of an expert and 24 Engram columns divide by "
-        f"{', '.join(map(str, LEGAL_TP))} only; --dp and --pp take the rest.",
+        f"{config.num_attention_heads} heads, {config.o_groups} output groups and {config.engram_columns} Engram "
+        f"columns divide by {', '.join(map(str, legal_tp(config)))} only; --dp and --pp take the rest.",
         f"Stages share the {config.num_hidden_layers} layers; 1 leaves pipelines out.",
         "Replicas share the GPUs evenly.",
     )

@@ -9,6 +9,9 @@ from deepinfer_sm80.errors import PlanError
 
 GB, GIB = 10**9, 2**30
 HOST_GPUS = 8  # more are rarely in one host
+MAX_GPUS = 256
+MAX_FIGURE = 100_000  # of an unknown card: GB, GB/s or TFLOP/s
+MAX_RAM_TIB = 1024
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -83,32 +86,46 @@ def cluster(gpus: str, hosts: int = 1, ram: str | None = None, link: str | None 
     if hosts < 1 or count % hosts:
         allowed = f"a divisor of {count} ({', '.join(str(n) for n in range(1, count + 1) if count % n == 0)})"
         raise PlanError(option="--hosts", allowed=allowed, found=hosts, remedy="Every host holds as many GPUs.")
-    if link is not None and link not in LINKS:
-        raise PlanError(option="--link", allowed=f"one of {', '.join(LINKS)}", found=link, remedy="Name the slowest.")
-    name = link or _LINK_OF.get(gpu.name, "pcie4")
+    if link is not None and link.lower() not in LINKS:
+        raise PlanError(
+            option="--link", allowed=f"one of {', '.join(LINKS)}", found=repr(link), remedy="Name the slowest."
+        )
+    name = (link or "").lower() or _LINK_OF.get(gpu.name, "pcie4")
     return Cluster(gpu, count, hosts, None if ram is None else size(ram, "--ram"), LINKS[name])
 
 
 def size(text: str, option: str) -> int:
     """Bytes of ``512GB`` or ``512GiB``; both mean GiB, as memory is sold."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(T|G)i?B?", text.strip(), re.IGNORECASE)
-    if not found or not float(found[1]):
-        raise PlanError(option=option, allowed="a size such as 512GB or 1TB", found=text, remedy="Name the unit.")
-    return int(float(found[1]) * GIB * (1024 if found[2].upper() == "T" else 1))
+    found = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,12})?)\s*(T|G)i?B?", text.strip(), re.IGNORECASE)
+    gib = float(found[1]) * (1024 if found[2].upper() == "T" else 1) if found else 0.0
+    if not 1 <= gib <= 1024 * MAX_RAM_TIB:
+        allowed = f"a size such as 512GB or 1TB, 1GB to {MAX_RAM_TIB}TB"
+        raise PlanError(option=option, allowed=allowed, found=shown(text), remedy="Name the unit.")
+    return int(gib * GIB)
+
+
+def shown(text: str) -> str:
+    """``text`` as a message quotes it: on one line, cut where it is long."""
+    return repr(text if len(text) <= 60 else f"{text[:57]}...")
 
 
 def _gpus(text: str) -> tuple[int, Gpu]:
-    found = re.fullmatch(r"\s*(\d+)\s*[x*]\s*(\S+)\s*", text, re.IGNORECASE)
+    found = re.fullmatch(r"\s*([0-9]+)\s*[x*\u00d7]\s*(\S+)\s*", text, re.IGNORECASE)
+    if re.search(r"[+,;&]", text):
+        raise _bad(text, allowed="GPUs of one kind, the smallest of them standing for all")
     if not found:
         raise _bad(text)
-    count, card = int(found[1]), found[2]
-    if not 1 <= count <= 256:
-        raise PlanError(option="--gpus", allowed="1 to 256 GPUs", found=text, remedy="Plan one group of GPUs.")
+    digits, card = found[1].lstrip("0"), found[2]
+    if not digits or len(digits) > 3 or int(digits) > MAX_GPUS:
+        raise PlanError(
+            option="--gpus", allowed=f"1 to {MAX_GPUS} GPUs", found=shown(text), remedy="Plan one group of GPUs."
+        )
+    count = int(digits)
     if ":" in card:
         return count, _unknown(card, text)
     name, _, memory = card.rpartition("-")
-    memory = memory.lower().removesuffix("b").removesuffix("g")
-    if not memory.isdigit() or len(memory) > 3:  # RTX-3090 has no memory in its name
+    memory = re.sub(r"g?(i?b)?$", "", memory.lower())
+    if not re.fullmatch(r"[0-9]{1,3}", memory):  # RTX-3090 has no memory in its name
         name, memory = card, ""
     fits = [gpu for gpu in KNOWN if (not name or _plain(gpu.name) == _plain(name)) and memory in ("", str(gpu.memory))]
     if not fits:
@@ -119,13 +136,14 @@ def _gpus(text: str) -> tuple[int, Gpu]:
 
 
 def _unknown(card: str, text: str) -> Gpu:
-    found = re.fullmatch(
-        r"([^:]+):(\d+)GB:(\d+(?:\.\d+)?)GB/s:(\d+(?:\.\d+)?)(?:TF|TFLOPS|TFLOP/s)", card, re.IGNORECASE
-    )
-    if not found or not all(float(found[i]) for i in (2, 3, 4)):
+    number = r"([0-9]{1,9}(?:\.[0-9]{1,9})?)"
+    found = re.fullmatch(rf"([^:]+):{number}Gi?B:{number}GB/s:{number}(?:TF|TFLOPS|TFLOP/s)", card, re.IGNORECASE)
+    if not found:
         raise _bad(text)
-    memory = int(found[2])
-    return Gpu(found[1], memory, round(0.985 * memory, 1), float(found[3]), float(found[4]))
+    memory, bandwidth, tflops = (float(found[i]) for i in (2, 3, 4))
+    if not all(1 <= figure <= MAX_FIGURE for figure in (memory, bandwidth, tflops)):
+        raise _bad(text, allowed=f"a card of 1 to {MAX_FIGURE:,} GB, GB/s and TFLOP/s")
+    return Gpu(found[1], int(memory), round(0.985 * memory, 1), bandwidth, tflops)
 
 
 def _plain(name: str) -> str:
@@ -137,7 +155,7 @@ def _bad(text: str, allowed: str = "a number and a card, such as 8xA100-80GB") -
     return PlanError(
         option="--gpus",
         allowed=allowed,
-        found=repr(text),
+        found=shown(text),
         remedy=f"Known cards, those this package serves: {known}. Any other Ampere card by memory, bandwidth and "
         "dense bf16 TFLOP/s: 8xMyCard:48GB:900GB/s:150TFLOPS.",
     )

@@ -272,10 +272,12 @@ def others(rows: Sequence[Row], title: str) -> list[str]:
 def smallest(found: Sequence[Smallest], setting: Setting, only: Only) -> str:
     """The smallest sets that hold a context, a line each, and what to know of them."""
     lines = [f"Smallest sets that hold one context of {setting.context:,} tokens{with_sizes(only)}:"]
+    held = {entry.cluster.gpu for entry in found if entry.layout}
     for entry in found:
         card = f"{entry.cluster.gpu.name}-{entry.cluster.gpu.memory}GB"
         if entry.layout is None:
-            lines.append(f"  {card}: no set of up to {MAX_SET} GPUs {ran.servable_kind()}")
+            kind = f" {ran.servable_kind()}" if entry.cluster.gpu in held else ""
+            lines.append(f"  {card}: no set of up to {MAX_SET} GPUs{kind}")
             continue
         tags = [f"{entry.cluster.hosts} hosts"] if entry.cluster.hosts > 1 else []
         tags += ["a pipeline"] if entry.layout.pp > 1 else []

@@ -92,6 +92,12 @@ class Layout:
         return Cut(tp, 1 if self.ep > 1 else tp * self.dp, self.ep, multiple)
 
 
+def legal_tp(config: ModelConfig) -> tuple[int, ...]:
+    """Tensor-parallel sizes of the plugin that cut heads, output groups and Engram columns evenly."""
+    cut = config.num_attention_heads, config.o_groups, *([config.engram_columns] if config.engram_layer_ids else [])
+    return tuple(tp for tp in LEGAL_TP if all(count % tp == 0 for count in cut))
+
+
 def legal_stock(config: ModelConfig, layout: Layout) -> bool:
     """True where no stage reads a KV source of another: the only cuts vLLM 0.33.0 takes."""
     return all(s >= first for first, end in layout.bounds for s in sources_read(config, first, end))

@@ -9,7 +9,7 @@ from deepinfer_sm80.topology import ran, serve
 from deepinfer_sm80.topology.cluster import HOST_GPUS, KNOWN, LINKS, Cluster, Gpu
 from deepinfer_sm80.topology.cuts import splits
 from deepinfer_sm80.topology.footprint import GIB
-from deepinfer_sm80.topology.layout import LEGAL_TP, Layout, Setting
+from deepinfer_sm80.topology.layout import Layout, Setting, legal_tp
 from deepinfer_sm80.topology.search import ANY, Only, Row, Ways, held, holds, plan, shapes
 from deepinfer_sm80.topology.serve import Standing
 
@@ -149,10 +149,12 @@ def _smallest(
     least = weights_gib(found, setting) / gpu.usable / setting.utilisation
     for count in range(max(1, int(least)), below):
         cluster = equal_hosts(gpu, count, ram)
+        if not serve.processes_fit(cluster):
+            continue
         for ways, dp, ep in sorted(shapes(found.config, count, only), key=lambda shape: (-shape[0][0], shape[1:])):
             if ran.stopped(len(ways)) if standing == Standing.SERVABLE else len(ways) == 1:
                 continue
-            if len(ways) > 1 and dp % 2 == 0 and 2 * ways[0] in LEGAL_TP and only == ANY:
+            if len(ways) > 1 and dp % 2 == 0 and 2 * ways[0] in legal_tp(found.config) and only == ANY:
                 continue  # a stage of twice the ranks and half the replicas holds no more on each
             for split in splits(found, ways, dp, ep, setting, gpu.usable, replicas=standing == Standing.REPLICAS):
                 layout = Layout(split, ways, dp, ep)

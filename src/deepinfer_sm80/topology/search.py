@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from deepinfer_sm80.topology import ran, serve
 from deepinfer_sm80.topology.cuts import splits
-from deepinfer_sm80.topology.layout import LEGAL_TP, Layout, Memory, Setting, legal_stock, memory, replay
+from deepinfer_sm80.topology.layout import Layout, Memory, Setting, legal_stock, legal_tp, memory, replay
 from deepinfer_sm80.topology.roofline import PROMPT, Estimate, estimate
 from deepinfer_sm80.topology.serve import Standing
 
@@ -136,7 +136,7 @@ def layouts(
     for ways, dp, ep in shapes(found.config, cluster.count, only):
         for split in splits(found, ways, dp, ep, setting, usable, replicas):
             yield Layout(split, ways, dp, ep)
-    for ways in _unequal(cluster.count) if replicas else []:
+    for ways in _unequal(found.config, cluster.count) if replicas else []:
         if only.admits(ways, 1):
             for split in splits(found, ways, 1, 1, setting, usable):
                 yield Layout(split, ways)
@@ -144,7 +144,7 @@ def layouts(
 
 def shapes(config: ModelConfig, count: int, only: Only = ANY) -> Iterator[tuple[Ways, int, int]]:
     """Ranks of each of the equal stages, replicas, and ranks that share whole experts, of ``count`` GPUs."""
-    for tp in LEGAL_TP:
+    for tp in legal_tp(config):
         for dp in (d for d in range(1, count // tp + 1) if count % (tp * d) == 0):
             pp = count // (tp * dp)
             if pp <= config.num_hidden_layers and only.admits((tp,) * pp, dp):
@@ -161,9 +161,9 @@ def _expert_ways(config: ModelConfig, ranks: int) -> Iterator[int]:
         yield ranks
 
 
-def _unequal(count: int) -> list[tuple[int, ...]]:
+def _unequal(config: ModelConfig, count: int) -> list[tuple[int, ...]]:
     stages = range(2, MAX_UNEQUAL_STAGES + 1)
-    every = itertools.chain.from_iterable(itertools.product(LEGAL_TP, repeat=n) for n in stages)
+    every = itertools.chain.from_iterable(itertools.product(legal_tp(config), repeat=n) for n in stages)
     return sorted(ways for ways in every if sum(ways) == count and len(set(ways)) > 1)
 
 
@@ -201,7 +201,7 @@ def held(found: Weights, layout: Layout, setting: Setting, cluster: Cluster) -> 
     """What a rank holds, where Engram's tables are, and why they are nowhere: in host memory, else on the GPU."""
     kept = memory(found, layout, setting, cluster.gpu.usable)
     engram, short_of_ram = serve.placement(layout, kept, cluster)
-    if short_of_ram and holds(kept):
+    if short_of_ram and holds(kept) and serve.tables_may_be_on_gpu(layout, cluster):
         on_gpu = memory(found, layout, setting, cluster.gpu.usable, tables_on_gpu=True)
         if holds(on_gpu):
             return on_gpu, "gpu", ""

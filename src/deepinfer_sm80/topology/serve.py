@@ -107,8 +107,23 @@ def ram_needed(layout: Layout, tables: tuple[float, ...], cluster: Cluster) -> f
         ranks = range(host * cluster.per_host, (host + 1) * cluster.per_host)
         held = {rank % replica for rank in ranks}
         stage_of = [i for i, tp in enumerate(layout.tp_per_stage) for _ in range(tp)]
-        need = max(need, sum(tables[stage_of[r]] for r in held) + HOST_RESERVE + RANK_RESERVE * len(ranks))
-    return need
+        need = max(need, sum(tables[stage_of[r]] for r in held))
+    return need + _processes(cluster)
+
+
+def processes_fit(cluster: Cluster) -> bool:
+    """Whether a host has RAM for the system and the ranks' processes, without any table."""
+    return cluster.ram is None or _processes(cluster) * 2**30 <= cluster.ram
+
+
+def _processes(cluster: Cluster) -> float:
+    return HOST_RESERVE + RANK_RESERVE * cluster.per_host
+
+
+def tables_may_be_on_gpu(layout: Layout, cluster: Cluster) -> bool:
+    """Whether the processes fit, and the plugin serves tables on the GPU: replicas of TP 1 would share one over peer
+    GPUs, which it refuses."""
+    return processes_fit(cluster) and not (layout.tp == 1 and layout.dp > 1)
 
 
 def placement(layout: Layout, found: Memory, cluster: Cluster) -> tuple[str, str]:
@@ -116,7 +131,10 @@ def placement(layout: Layout, found: Memory, cluster: Cluster) -> tuple[str, str
     need = ram_needed(layout, found.tables, cluster)
     if cluster.ram is None or need * 2**30 <= cluster.ram:
         return "host", ""
-    return "disk", (
-        f"Engram's tables and the processes need {need:.0f} GiB of RAM on a host that has {cluster.ram / 2**30:.0f}; "
-        "vLLM has no form that reads them from disk"
+    has = f"GiB of RAM on a host that has {cluster.ram / 2**30:.0f}"
+    if not processes_fit(cluster):
+        return "disk", f"the processes alone need {_processes(cluster):.0f} {has}, with Engram's tables {need:.0f}"
+    return (
+        "disk",
+        f"Engram's tables and the processes need {need:.0f} {has}; vLLM has no form that reads them from disk",
     )
