@@ -128,7 +128,7 @@ def test_bad_input_is_one_sentence_and_code_2(capsys, args, sentence):
     [
         ("[]", "what describes no model"),
         ("null", "what describes no model"),
-        ('{"model_type": "deepseek_v41", "text_config": 3}', "what describes no model"),
+        ('{"model_type": "deepseek_v41", "text_config": 3}', "found 'deepseek_v41' without a text_config"),
         ("{", "what is no JSON in line 1"),
         ("[" * 100_000, "what is no JSON"),
         ('{"model_type": "llama"}', "found 'llama' without a text_config"),

@@ -164,3 +164,34 @@ def test_a_config_json_of_something_else_is_refused(change, said):
 def test_unknown_preset_lists_the_known_ones():
     with pytest.raises(ModelConfigError, match="released, tiny, layer"):
         preset("huge")
+
+
+@pytest.mark.parametrize("value", [None, "big", {}, [None], 2**31, float("nan")], ids=repr)
+def test_a_value_of_another_kind_is_named(value):
+    """Whatever the field: a config.json that somebody wrote by hand ends in a sentence, not in a TypeError."""
+    document = ModelConfig().to_config_json()
+    named = 0
+    for field in dataclasses.fields(ModelConfig):
+        home = document["text_config"] if field.name in document["text_config"] else document
+        if field.name not in home or type(field.default) not in (int, float, tuple):
+            continue
+        if value == 2**31 and type(field.default) is float:
+            continue
+        kept, home[field.name] = home[field.name], value
+        with pytest.raises(ModelConfigError, match=f"configuration: {field.name} must be"):
+            ModelConfig.from_dict(document)
+        home[field.name] = kept
+        named += 1
+    assert named > 30
+
+
+@pytest.mark.parametrize("value", [[1], "x", 3])
+def test_vision_is_a_mapping(value):
+    with pytest.raises(ModelConfigError, match="vision_config must be a mapping"):
+        ModelConfig.from_dict({**ModelConfig().to_config_json(), "vision_config": value})
+
+
+def test_more_hashes_than_a_token_has_are_refused():
+    """The primes of each hash are searched for, which takes minutes for a wrong number."""
+    with pytest.raises(ModelConfigError, match="product <= 1024"):
+        dataclasses.replace(ModelConfig(), engram_n_heads=10**6)

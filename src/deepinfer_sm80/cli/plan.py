@@ -173,7 +173,7 @@ def _config(checkpoint: str | None) -> ModelConfig:
     except (OSError, ValueError, RecursionError) as error:
         why = "what is no JSON" if isinstance(error, RecursionError) else reason(error)
         raise PlanError(**wrong, found=f"{path} ({why})", remedy=remedy) from error
-    if not isinstance(content, dict) or not isinstance(content.get("text_config", {}), dict):
+    if not isinstance(content, dict):
         raise PlanError(**wrong, found=f"{path} (what describes no model)", remedy=remedy)
     return ModelConfig.from_dict(content)
 

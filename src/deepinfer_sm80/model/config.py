@@ -133,10 +133,12 @@ class ModelConfig:
         """From a parsed config.json of the released form. Keys that do not concern the text model are ignored; a
         missing or contradictory one raises ModelConfigError."""
         text = config_json.get("text_config")
-        if config_json.get("model_type") != "deepseek_v41" or text is None:
-            found = f"{config_json.get('model_type')!r} {'without' if text is None else 'with'} a text_config"
+        if config_json.get("model_type") != "deepseek_v41" or not isinstance(text, dict):
+            found = f"{config_json.get('model_type')!r} {'with' if isinstance(text, dict) else 'without'} a text_config"
             raise _wrong("model_type", "'deepseek_v41' with a text_config", found, "Pass a DeepSeek-V4.1 config.json.")
         vision = config_json.get("vision_config") or {}
+        if not isinstance(vision, dict):
+            raise _wrong("vision_config", "a mapping", repr(vision), "Pass the config.json of the checkpoint.")
         values = {**text, **{key: config_json[key] for key in _TOP_LEVEL if key in config_json}}
         values["vision_num_hidden_layers"] = vision.get("num_hidden_layers", 0)
         names = [field.name for field in dataclasses.fields(cls)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ from deepinfer_sm80.model.engram_hash import table_rows
 if TYPE_CHECKING:
     from deepinfer_sm80.model.config import ModelConfig
 
+_MAX_HASHES = 1024  # of a token in an Engram layer; the primes of each are searched for
 _CONFIG_FILE = "Use the config.json that belongs to the checkpoint, or one of the presets."
 
 # What the operators are built for: another value would load and then compute something else.
@@ -43,6 +45,7 @@ _FINITE = ("swiglu_limit", "rms_norm_eps", "routed_scaling_factor", "hc_eps", "r
 
 def check(config: ModelConfig) -> None:
     """Raises ModelConfigError for the first field of ``config`` that cannot be."""
+    _check_kinds(config)
     _check_widths(config)
     _check_layers(config)
     _check_experts(config)
@@ -54,6 +57,24 @@ def check(config: ModelConfig) -> None:
 def _require(condition: bool, field: str, allowed: str, found: object, remedy: str = _CONFIG_FILE) -> None:
     if not condition:
         raise ModelConfigError(field=field, allowed=allowed, found=found, remedy=remedy)
+
+
+def _check_kinds(config: ModelConfig) -> None:
+    """Numbers are numbers and lists are lists of them: the other checks compare and count."""
+    for field in dataclasses.fields(config):
+        found = getattr(config, field.name)
+        if isinstance(field.default, tuple):
+            whole = isinstance(found, tuple) and all(map(_whole, found))
+            _require(whole, field.name, "a list of integers below 2**31", repr(found))
+        elif type(field.default) is int:
+            _require(_whole(found), field.name, "an integer below 2**31", repr(found))
+        elif type(field.default) is float:
+            number = isinstance(found, (int, float)) and not isinstance(found, bool)
+            _require(number, field.name, "a number", repr(found))
+
+
+def _whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**31
 
 
 def _positive(value: object) -> bool:
@@ -128,8 +149,8 @@ def _check_engram(config: ModelConfig) -> None:
     if not ids and not rows:
         return
     size, order, heads = config.engram_vocab_size, config.engram_max_ngram_size, config.engram_n_heads
-    sane = size > 1 and order > 1 and heads > 0
-    allowed = "at least 2, with engram_max_ngram_size >= 2 and engram_n_heads >= 1"
+    sane = size > 1 and order > 1 and heads > 0 and order * heads <= _MAX_HASHES
+    allowed = f"at least 2, with engram_max_ngram_size >= 2, engram_n_heads >= 1 and their product <= {_MAX_HASHES}"
     _require(sane, "engram_vocab_size", allowed, (size, order, heads))
     expected = table_rows(len(ids), size, order, heads)
     allowed = f"{list(expected)}, the sums of the hash primes from engram_vocab_size = {size}"
