@@ -153,14 +153,14 @@ def planned(name: str, config: ModelConfig, gpu: str) -> dict[str, float]:
     from deepinfer_sm80.topology.cuts import even_split
     from deepinfer_sm80.topology.footprint import weights
     from deepinfer_sm80.topology.layout import Layout, Setting
-    from deepinfer_sm80.topology.roofline import estimate, hop_bytes
+    from deepinfer_sm80.topology.roofline import PROMPT, estimate, hop_bytes
 
     options = LAYOUTS[TIMED[name]]
     pp, tp = options.get("pipeline_parallel_size", 1), options.get("tensor_parallel_size", 1)
     layers = even_split(config.num_hidden_layers, pp) if pp == 1 else split_of(config)
     layout = Layout(layers, (tp,) * pp, ep=tp if options.get("enable_expert_parallel") else 1)
     setting = Setting(context=2048, streams=1, speculation=0)
-    found = estimate(weights(config), layout, setting, cluster(f"2x{gpu}", link="nvlink"))
+    found = estimate(weights(config), layout, setting, cluster(f"2x{gpu}", link="nvlink"), PROMPT)
     chunk = 1e3 * setting.batched_tokens / found.replay_off
     return {"decode_ms_batch_1": found.decode_ms, "prefill_ms_2048": chunk, "hop_bytes": hop_bytes(config)}
 

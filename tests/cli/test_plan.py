@@ -49,6 +49,22 @@ def test_json_has_the_contract_and_is_deterministic(capsys):
     assert run(capsys, "--gpus", "6xA100-64GB", "--json")[1].out == first.out
 
 
+def test_json_says_how_its_speeds_were_estimated(capsys):
+    found = json.loads(run(capsys, "--gpus", "16xA100-40GB", "--hosts", "2", "--context", "32K", "--json")[1].out)
+    told = found["estimates"]
+    assert told["formulas"][0].startswith("decode step = ")
+    assert [line.split(":")[0] for line in told["inputs"]] == [
+        "card (data sheet)",
+        "nvlink (assumed)",
+        "100 Gb/s network (assumed)",
+        "overhead of a layer's small kernels (assumed)",
+    ]
+    assert told["prompt"] == 32_768
+    assert found["layouts"][0]["read_gib"] > 1
+    out = run(capsys, "--gpus", "16xA100-40GB", "--hosts", "2", "--context", "32K")[1].out
+    assert "tok/s (estimated, prompt of 32,768 tokens)" in out
+
+
 def test_text_shows_the_answer_its_reckoning_and_the_losers(capsys):
     code, caught = run(capsys, "--gpus", "8xA100-80GB")
     assert code == 0

@@ -42,6 +42,6 @@ def test_everything_that_plan_prints_follows_the_fact(capsys, monkeypatch, runs)
         ("--gpus", "8xA40", "--all"),
     ):
         cli.main(["plan", *args])
-        out = capsys.readouterr().out
+        out = " ".join(capsys.readouterr().out.split())
         assert ("do not run with this plugin yet" in out) is not runs, args
         assert "does not run" not in out or not runs, args

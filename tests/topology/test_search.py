@@ -425,3 +425,16 @@ def test_impossible_clusters(arguments, match):
 def test_the_page_is_in_step():
     written = (ROOT / "docs/05_TOPOLOGY_1M_CONTEXT_ANALYSIS_SM80.md").read_text(encoding="utf-8")
     assert written == page.page(), "run make docs"
+
+
+def test_paragraphs_of_the_page_are_wrapped_and_nothing_else_is():
+    fenced = False
+    for line in page.page().splitlines():
+        fenced ^= line.startswith("```")
+        assert fenced or len(line) <= 120 or line.startswith("|"), line
+    block = "| " + "x " * 90 + "|"
+    text = f"# {'h ' * 90}\n\n{'word ' * 40}\n\n{block}\n\n```\n{'y ' * 90}\n\n{'z ' * 90}\n```\n"
+    kept = page.wrapped(text)
+    assert [part for part in text.split("\n\n") if part not in kept] == ["word " * 40]
+    assert kept.split() == text.split()
+    assert page.wrapped(kept) == kept

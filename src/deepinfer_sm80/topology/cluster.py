@@ -150,6 +150,14 @@ def _plain(name: str) -> str:
     return re.sub(r"[-_ ]|geforce|nvidia|rtx", "", name.lower())
 
 
+def same_card(said: str, gpu: Gpu) -> bool:
+    """Whether the name that CUDA gives a card, such as ``NVIDIA A100-SXM4-80GB``, is that of ``gpu``."""
+    words = re.findall(r"[a-z0-9]+", said.lower())
+    sizes = [word for word in words if re.fullmatch(r"[0-9]+gb", word)]
+    name = "".join(word for word in words if word not in sizes and not re.fullmatch(r"sxm[0-9]*|pcie", word))
+    return _plain(name) == _plain(gpu.name) and sizes in ([], [f"{gpu.memory}gb"])
+
+
 def _bad(text: str, allowed: str = "a number and a card, such as 8xA100-80GB") -> PlanError:
     known = ", ".join(f"{gpu.name}-{gpu.memory}GB" for gpu in KNOWN)
     return PlanError(

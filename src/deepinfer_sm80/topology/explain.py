@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from deepinfer_sm80.topology import ran, roofline
+from deepinfer_sm80.topology import measured, ran, reckoning, roofline
 from deepinfer_sm80.topology.offers import MAX_SET
 from deepinfer_sm80.topology.search import ANY, Only
 from deepinfer_sm80.topology.serve import Standing
@@ -47,7 +47,8 @@ def as_json(
     ``engram_host`` (or ``engram_disk``) is host memory, every other key GPU memory. ``expert_columns`` and
     ``tile_efficiency``: one entry per stage, padding included, and the share of it that the model has. ``servable``: it
     fits, vLLM has a command, and nothing in that is known to fail; ``cautions``: what does fail, or never ran.
-    ``best_servable``: the best such layout and its context, the one asked for or the longest that fits."""
+    ``best_servable``: the best such layout and its context, the one asked for or the longest that fits.
+    ``estimates``: how ``prefill_tok_s`` and ``decode_ms`` were reckoned, and what was measured."""
     return {
         "cluster": {"gpus": cluster.label, "hosts": cluster.hosts, "link": cluster.link.name},
         "context": setting.context,
@@ -55,6 +56,12 @@ def as_json(
         "speculation": setting.speculation,
         "gpu_memory_utilization": setting.utilisation,
         "layouts": [_row_json(row, config) for row in rows],
+        "estimates": {
+            "formulas": list(roofline.FORMULAS),
+            "inputs": reckoning.inputs(cluster),
+            "prompt": min(roofline.PROMPT, setting.context),
+            "measured": measured.as_json(cluster.gpu),
+        },
         "best_servable": offer and {"context": offer.context, "layout": _row_json(offer.row, config)},
     }
 
@@ -86,6 +93,7 @@ def _row_json(row: Row, config: ModelConfig) -> dict[str, Any]:
         "prefill_tok_s": round(speed.prefill, 1),
         "prefill_replay_off_tok_s": round(speed.replay_off, 1),
         "decode_ms": round(speed.decode_ms, 3),
+        "read_gib": round(speed.read, 3),
         "decoder_replay": row.replay,
         "expert_columns": [t.padded for t in held],
         "tile_efficiency": [round(t.useful, 3) for t in held],
@@ -109,7 +117,7 @@ def text(
     lines += ["", "GiB on a rank of each stage, before the KV cache:", *memory_bars(best.memory), ""]
     lines += [command_lines(best), ""]
     lines += [] if best.servable or offer is None else [*offer_lines(offer, setting), ""]
-    lines += [*reckoning(best, cluster, setting), ""]
+    lines += [*reckoning.lines(best, cluster, setting), ""]
     lines += others(fitting[1 : SHOWN + 1], "The next ones that fit:")
     rest = rows[len(fitting) :]
     return "\n".join([*lines, *(others(rest[:3], f"The first of {len(rest)} that do not fit:") if rest else [])])
@@ -163,17 +171,22 @@ def every(
     if rows and rows[0].fits and not rows[0].servable:
         best = offer_lines(offer, setting) if offer else [f"Best {ran.servable_kind()}: {offered(offer, only)}"]
         lines += [*best, ""]
-    return "\n".join([*lines, *(reckoning(rows[0], cluster, setting) if rows else [])])
+    return "\n".join([*lines, *(reckoning.lines(rows[0], cluster, setting) if rows else [])])
 
 
 def _heading(cluster: Cluster, setting: Setting) -> list[str]:
     return [
         f"{cluster.label}, {cluster.hosts} host(s), {cluster.link.name}; {setting.context:,} tokens of context, "
         f"{setting.streams} streams, speculation {setting.speculation}, utilisation {setting.utilisation:g}",
-        "Memory is computed and speeds are estimates from a roofline; nothing here was measured on these GPUs. "
+        f"Memory is computed and speeds are estimates from a roofline; {_measured(cluster)}. "
         f"This plugin has run on at most {ran.GPUS} GPUs together.",
         "",
     ]
+
+
+def _measured(cluster: Cluster) -> str:
+    here = measured.of(cluster.gpu)[0]
+    return "what was measured on this card stands below" if here else "nothing here was measured on these GPUs"
 
 
 def summary(row: Row, setting: Setting, config: ModelConfig) -> list[str]:
@@ -191,7 +204,7 @@ def summary(row: Row, setting: Setting, config: ModelConfig) -> list[str]:
         f"  Engram tables   {row.engram}: {', '.join(f'{t:.1f}' for t in kept.tables)} GiB per rank of each stage",
         f"  decoder replay  {replay}",
         f"  expert columns  {columns(row, config)}",
-        f"  prefill         {speed.prefill:,.0f} tok/s (estimated, 64K prompt)",
+        f"  prefill         {speed.prefill:,.0f} tok/s (estimated, prompt of {speed.prompt:,} tokens)",
         f"  decode step     {speed.decode_ms:.1f} ms (estimated, {setting.streams} streams of {setting.context // 2:,} "
         "tokens)",
     ]
@@ -249,18 +262,6 @@ def command_lines(row: Row) -> str:
             [f"No command: {why}.\nWith source replicas it would be:\n  {row.with_replicas}", *row.cautions]
         )
     return f"No command: {why}."
-
-
-def reckoning(row: Row, cluster: Cluster, setting: Setting) -> list[str]:
-    """The inputs of the estimates; the formulas are those of roofline.py."""
-    gpu, speed = cluster.gpu, row.estimate
-    return [
-        "How the speeds are estimated (formulas: `src/deepinfer_sm80/topology/roofline.py`):",
-        f"  card {gpu.bandwidth:,.0f} GB/s x {roofline.BANDWIDTH_SHARE:g} and {gpu.tflops:g} TFLOP/s x "
-        f"{roofline.PREFILL_SHARE:g}; {cluster.link.name} {cluster.link.rate:g} GB/s, {cluster.link.latency:g} us",
-        f"  a decode step: weights of the experts that {setting.streams * (setting.speculation + 1)} rows reach, "
-        f"{speed.collectives} collectives, hops: {speed.hops}, {roofline.LAYER_OVERHEAD * 1e6:g} us a layer",
-    ]
 
 
 def others(rows: Sequence[Row], title: str) -> list[str]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import TYPE_CHECKING
 
 from deepinfer_sm80.model.config import ModelConfig
-from deepinfer_sm80.topology import published, ran, roofline
+from deepinfer_sm80.topology import measured, published, ran, roofline
 from deepinfer_sm80.topology.cluster import Cluster, cluster
 from deepinfer_sm80.topology.cuts import legal_starts
 from deepinfer_sm80.topology.explain import capacity_chart, columns, memory_bars, smallest
@@ -26,8 +27,8 @@ INTRODUCTION = """# Topology: a context of 1,048,576 tokens on Ampere
 
 Written by `deepinfer-sm80 plan --page`; do not edit. Three words are used with care. **Estimated**: computed by the
 planner from the tensor list, vLLM 0.33.0's rules and data sheets. **Published**: other people's runs. **Measured**:
-taken by this project; this page holds no such number yet. Memory and capacity follow vLLM's rules to the block (twelve
-answers of its own planner are test data); speeds are a roofline and good for comparing layouts, not for promising.
+taken by this project; one section holds such numbers. Memory and capacity follow vLLM's rules to
+the block (twelve answers of its own planner are test data); speeds are a roofline, not for promising.
 """
 
 
@@ -42,13 +43,25 @@ def page() -> str:
         *_six(found, setting),
         _tiles(found),
         _published(found),
+        _measured(),
         _others(found, setting),
         "## Will it fit?\n\nEqual hosts of up to eight GPUs; TP is tried from 8 down. A card's first set is the "
         "nearest to what has run; the next ones have fewer GPUs and need more: DP, or what stands in brackets.\n\n```\n"
         + smallest(smallest_sets(found, setting), setting, ANY)
         + "\n```\n",
     ]
-    return "\n".join(parts)
+    return wrapped("\n".join(parts))
+
+
+def wrapped(text: str, width: int = 120) -> str:
+    """``text`` with its paragraphs in lines of ``width``; tables, headings and what stands in fences as they are."""
+    blocks, fenced = text.split("\n\n"), False
+    for i, block in enumerate(blocks):
+        if not fenced and not block.lstrip("\n").startswith(("|", "#", "```")):
+            blocks[i] = textwrap.fill(block, width, break_long_words=False, break_on_hyphens=False)
+            blocks[i] += "\n" * (len(block) - len(block.rstrip("\n")))
+        fenced ^= block.count("```") % 2 == 1
+    return "\n\n".join(blocks)
 
 
 def _table(head: tuple[str, ...], rows: list[tuple[object, ...]]) -> str:
@@ -220,6 +233,24 @@ def _published_speeds(found: Weights) -> str:
         f"constant (a share of {roofline.PREFILL_SHARE:g} of the card's TFLOP/s), so agreement with it proves "
         f"nothing. One stream was published at {published.ONE_STREAM:g} tok/s; the estimated step of "
         f"{speed.decode_ms:.1f} ms would mean {per_step:.1f} accepted tokens per step of 6.\n"
+    )
+
+
+def _measured() -> str:
+    rows: list[tuple[object, ...]] = []
+    for row in measured.ROWS:
+        decode, prefill = row.estimated()
+        times = f"{decode:.2f}", f"{row.decode_ms:.2f}", f"{prefill:.0f}", f"{row.prefill_ms:.0f}"
+        rows.append((f"{row.gpu}, code for {row.lowering}", f"`{row.checkpoint}`", row.name, *times))
+    head = ("GPU", "checkpoint", "layout", "decode step, estimated", "measured", "2,048 tokens, estimated", "measured")
+    ampere = any(row.card() for row in measured.ROWS)
+    return (
+        "## Estimated against measured\n\nWhole layouts that were timed ([multi-gpu.md](multi-gpu.md)), in "
+        "milliseconds: a decode step of one request, and a prompt of 2,048 tokens, which the formulas take for a chunk "
+        f"of a 64K prompt. {'Rows' if ampere else 'No row is of an Ampere GPU yet; rows'} of a card stand in its plans.\n\n"
+        + _table(head, rows)
+        + "\nThe formulas found every one of these steps too short and every prompt too long, and TP2 faster than "
+        "TP1 in the step, where it was slower.\n"
     )
 
 

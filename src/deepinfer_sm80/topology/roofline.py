@@ -1,12 +1,7 @@
 """Estimated prefill rate and decode step: bytes and operations of a stage against the card, plus the links.
 
-    prefill chunk of a stage = max(operations / (TP x TFLOP/s x PREFILL_SHARE), weights / (bandwidth x BANDWIDTH_SHARE))
-                               + 2 all-reduces of T x hidden per layer (attention over TP, experts over TP x DP)
-    prefill tokens/s         = T x chunks / ((chunks + PP - 1) x (slowest stage + hop)), for a 64K prompt
-    decode step              = sum over stages of (weights read + cache read) / (bandwidth x BANDWIDTH_SHARE)
-                               + per layer LAYER_OVERHEAD and 2 all-reduces of rows x hidden, + one hop per cut
-
-Two of the constants are assumptions and one is taken from a published run; none is a measurement of this project.
+FORMULAS says how, and is printed with every plan. Of the constants one is taken from a published run and the others are
+assumptions; none is a measurement of this project. measured.py holds what was measured.
 """
 
 from __future__ import annotations
@@ -30,13 +25,25 @@ PREFILL_SHARE = 0.1032  # of the card's TFLOP/s: chosen so that the published 4,
 BANDWIDTH_SHARE = 0.7  # of the data sheet's bandwidth, assumed
 LAYER_OVERHEAD = 60e-6  # seconds a layer's small kernels take beside its weights, assumed
 PROMPT = 65_536
+FORMULAS = (
+    "decode step = passes x [sum over stages of (weights + cache read) / (GB/s x its share)",
+    "              + per layer: overhead + all-reduce over TP + all-reduce over TP x DP, rows x hidden each",
+    "              + one hop per cut: rows x streams and pre-mix]",
+    "prefill chunk of a stage = max(operations / (TP x TFLOP/s x its share), weights / (GB/s x its share))",
+    "              + per layer the two all-reduces, tokens x hidden each",
+    "prefill tok/s = DP x tokens x chunks / ((chunks + PP - 1) x (slowest stage + hop))",
+    "all-reduce over n ranks = latency + 2 (n - 1) / n x bytes / GB/s; a hop = latency + bytes / GB/s",
+    "weights read in a decode step: all but the routed experts that none of its rows reaches, picked at random",
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Estimate:
-    """``prefill``: tokens/s for one 64K prompt per replica, all replicas together, with decoder replay where the layout
-    has it; ``replay_on``, ``replay_off``: the same if it had it, if not; ``decode_ms``: one step of all streams of one
-    replica; ``hops``, ``collectives``: per step."""
+    """``prefill``: tokens/s for one prompt of ``prompt`` tokens per replica, all replicas together, with decoder replay
+    where the layout has it; ``replay_on``, ``replay_off``: the same if it had it, if not; ``decode_ms``: one step of
+    all streams of one replica; ``hops``, ``collectives``: per step. ``rows``: tokens of one pass of a decode step on a
+    replica, ``passes``: batches that the step takes; ``reached``: routed experts of a layer that they reach; ``read``:
+    GiB that one rank of each stage reads, all stages together."""
 
     prefill: float
     replay_on: float
@@ -44,15 +51,26 @@ class Estimate:
     decode_ms: float
     hops: int
     collectives: int
+    prompt: int
+    rows: float
+    passes: int
+    reached: float
+    read: float
 
 
-def estimate(found: Weights, layout: Layout, setting: Setting, cluster: Cluster) -> Estimate:
-    """What the formulas above give. Expects a layout of no more GPUs than the cluster has."""
-    off = _prefill(found, layout, setting, cluster, skip=False)
-    on = _prefill(found, layout, setting, cluster, skip=True)
+def estimate(found: Weights, layout: Layout, setting: Setting, cluster: Cluster, prompt: int | None = None) -> Estimate:
+    """What the formulas give. ``prompt``: its tokens, 64K or the context if that is shorter. Expects a layout of no
+    more GPUs than the cluster has."""
+    prompt = prompt or min(PROMPT, setting.context)
+    off, on = (_prefill(found, layout, setting, cluster, prompt, skip) for skip in (False, True))
     collectives = sum(2 * n for n, tp in zip(layout.split, layout.tp_per_stage, strict=True) if tp * layout.dp > 1)
-    decode = _decode(found, layout, setting, cluster)
-    return Estimate(on if replay(found.config, layout) else off, on, off, 1e3 * decode, layout.pp - 1, collectives)
+    streams, rows, passes = _pass(layout, setting)
+    reached = _touched(found.config.n_routed_experts, found.config.num_experts_per_tok, rows * layout.dp)
+    read = [_read(found, layout, setting, i, streams, reached) for i in range(layout.pp)]
+    seconds = passes * (_joined(found.config, layout, setting, cluster, rows) + sum(read) / _rate(cluster))
+    best = on if replay(found.config, layout) else off
+    held = sum(read) / 2**30
+    return Estimate(best, on, off, 1e3 * seconds, layout.pp - 1, collectives, prompt, rows, passes, reached, held)
 
 
 def links(layout: Layout, cluster: Cluster) -> tuple[list[Link], list[Link]]:
@@ -112,23 +130,28 @@ def _scored(config: ModelConfig, layer: int, context: float) -> float:
     return min(rows, config.candidate_topk_blocks * config.candidate_block_size) if after else rows
 
 
-def _prefill(found: Weights, layout: Layout, setting: Setting, cluster: Cluster, skip: bool) -> float:
-    config, gpu, tokens = found.config, cluster.gpu, setting.batched_tokens
+def _rate(cluster: Cluster) -> float:
+    """Bytes/s that a card reads."""
+    return cluster.gpu.bandwidth * 1e9 * BANDWIDTH_SHARE
+
+
+def _prefill(found: Weights, layout: Layout, setting: Setting, cluster: Cluster, prompt: int, skip: bool) -> float:
+    config, gpu, tokens = found.config, cluster.gpu, min(setting.batched_tokens, prompt)
     cut = max(config.kv_source_layer_ids)
     stage_links, hops = links(layout, cluster)
     slowest = 0.0
     for i, (first, end) in enumerate(layout.bounds):
         tp = layout.tp_per_stage[i]
         run = range(first, min(end, cut) if skip else end)
-        work = tokens * sum(_operations(config, layer, PROMPT / 2) for layer in run)
+        work = tokens * sum(_operations(config, layer, prompt / 2) for layer in run)
         compute = work / (tp * gpu.tflops * 1e12 * PREFILL_SHARE)
         read = _resident(found, layout, setting, i) * len(run) / max(1, end - first)
-        loading = read / (gpu.bandwidth * 1e9 * BANDWIDTH_SHARE)
+        loading = read / _rate(cluster)
         size = tokens * config.hidden_size * 2
         joined = _layer_collectives(layout, cluster, i, size, stage_links[i])
         slowest = max(slowest, max(compute, loading) + len(run) * joined)
     slowest += _hop(config, tokens, hops)
-    chunks = -(-PROMPT // tokens)
+    chunks = -(-prompt // tokens)
     return layout.dp * tokens * chunks / ((chunks + layout.pp - 1) * slowest)
 
 
@@ -149,35 +172,43 @@ def _imbalance(ranks: int, reached: float) -> float:
     return 1.0 if ranks == 1 else 1 + math.sqrt(2 * math.log(ranks) * ranks / reached)
 
 
-def _decode(found: Weights, layout: Layout, setting: Setting, cluster: Cluster) -> float:
-    config, rate = found.config, cluster.gpu.bandwidth * 1e9 * BANDWIDTH_SHARE
+def _pass(layout: Layout, setting: Setting) -> tuple[float, float, int]:
+    """Streams and rows of one batch of a decode step on a replica, and the batches that all its streams take."""
     streams = -(-setting.streams // layout.dp)
     rows = streams * (setting.speculation + 1)
+    passes = -(-rows // setting.batched_tokens)
+    return streams / passes, rows / passes, passes
+
+
+def _joined(config: ModelConfig, layout: Layout, setting: Setting, cluster: Cluster, rows: float) -> float:
+    """Seconds of a decode step that are not reading: hops, collectives, and the layers' small kernels."""
     stage_links, hops = links(layout, cluster)
-    share = _touched(config.n_routed_experts, config.num_experts_per_tok, rows * layout.dp) / config.n_routed_experts
     seconds = sum((_hop(config, rows, [link]) for link in hops), 0.0)
-    for i, (first, end) in enumerate(layout.bounds):
-        parts = stage_weights(found, first, end, layout.cut(i, setting), 0, (False, i == layout.pp - 1))
-        read = sum(size for name, size in parts.items() if name not in ("engram_tables", "experts"))
-        read += int(parts["experts"] * min(1.0, share * _imbalance(layout.ep, config.n_routed_experts * share)))
-        for layer in range(first, end):
-            read += (
-                rows * RECORD_BYTES * (config.sliding_window + config.index_topk * bool(config.compress_ratios[layer]))
-            )
-            if layer in config.index_source_layer_ids:
-                read += int(streams * INDEX_RECORD_BYTES * _scored(config, layer, setting.context / 2))
-        layers = end - first
-        if setting.speculation and i == layout.pp - 1:
-            read += _draft_read(found, layout, setting, i, streams)
-            layers += config.num_nextn_predict_layers
+    for i, layers in enumerate(layout.split):
+        drafts = config.num_nextn_predict_layers if setting.speculation and i == layout.pp - 1 else 0
         joined = _layer_collectives(layout, cluster, i, rows * config.hidden_size * 2, stage_links[i])
-        seconds += read / rate + layers * (LAYER_OVERHEAD + joined)
+        seconds += (layers + drafts) * (LAYER_OVERHEAD + joined)
     return seconds
 
 
-def _draft_read(found: Weights, layout: Layout, setting: Setting, stage: int, streams: int) -> int:
+def _read(found: Weights, layout: Layout, setting: Setting, stage: int, streams: float, reached: float) -> float:
+    """Bytes that a rank of ``stage`` reads in a pass: its weights, the experts ``reached`` alone, and its caches."""
+    config, rows, last = found.config, streams * (setting.speculation + 1), stage == layout.pp - 1
+    first, end = layout.bounds[stage]
+    parts = stage_weights(found, first, end, layout.cut(stage, setting), 0, (False, last))
+    read: float = sum(size for name, size in parts.items() if name not in ("engram_tables", "experts"))
+    read += parts["experts"] * min(1.0, reached / config.n_routed_experts * _imbalance(layout.ep, reached))
+    for layer in range(first, end):
+        keys = config.sliding_window + config.index_topk * bool(config.compress_ratios[layer])
+        read += rows * RECORD_BYTES * keys
+        if layer in config.index_source_layer_ids:
+            read += streams * INDEX_RECORD_BYTES * _scored(config, layer, setting.context / 2)
+    return read + (_draft_read(found, layout, setting, stage, streams) if setting.speculation and last else 0)
+
+
+def _draft_read(found: Weights, layout: Layout, setting: Setting, stage: int, streams: float) -> float:
     config, cut = found.config, layout.cut(stage, setting)
     held = stage_weights(found, 0, 0, cut, setting.speculation, (False, True)).get("draft", 0)
     experts = config.num_nextn_predict_layers * expert_bytes(config, cut, config.dspark_n_routed_experts)
     reached = _touched(config.dspark_n_routed_experts, config.dspark_num_experts_per_tok, streams * setting.speculation)
-    return held - experts + int(experts * reached / config.dspark_n_routed_experts)
+    return held - experts + experts * reached / config.dspark_n_routed_experts

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from deepinfer_sm80.topology import ran, serve
 from deepinfer_sm80.topology.cuts import splits
 from deepinfer_sm80.topology.layout import Layout, Memory, Setting, legal_stock, legal_tp, memory, replay
-from deepinfer_sm80.topology.roofline import PROMPT, Estimate, estimate
+from deepinfer_sm80.topology.roofline import Estimate, estimate
 from deepinfer_sm80.topology.serve import Standing
 
 if TYPE_CHECKING:
@@ -76,8 +76,8 @@ class Row:
         return self.layout.dp * self.memory.blocks / self.memory.per_request
 
     def job_seconds(self, streams: int) -> float:
-        """What the order goes by: a 64K prompt for each stream, then 1,024 decode steps."""
-        return streams * PROMPT / self.estimate.prefill + ANSWER_TOKENS * self.estimate.decode_ms / 1e3
+        """What the order goes by: a prompt for each stream, of 64K or the context, then 1,024 decode steps."""
+        return streams * self.estimate.prompt / self.estimate.prefill + ANSWER_TOKENS * self.estimate.decode_ms / 1e3
 
 
 def plan(
