@@ -85,3 +85,18 @@ def test_balanced_buckets_are_split_in_repeats():
     sizes = sorted((group[0].kind, len(group)) for group in groups)
     assert sizes[0] == (kv.COMPRESSED, 4)
     assert all(size == 1 for kind, size in sizes if kind == kv.WINDOW)
+
+
+def test_a_context_of_a_token_holds_no_more_than_that():
+    """A compressed block, a window block and the one it begins in for each of four groups, a ring."""
+    groups = kv.groups_of(kv.stage_caches(CONFIG, 0, 40, 5, last=True))
+    assert kv.blocks_per_request(groups, 1, 4096, 128) == 1 + 4 * 2 + 1
+    assert kv.blocks_per_request(groups, 32, 4096, 128) == 1 + 4 * 2 + 1
+    assert kv.blocks_per_request(groups, 33, 4096, 128) == 1 + 4 * 3 + 1
+
+
+def test_of_equal_paddings_the_larger_group_is_taken():
+    """As vLLM's _approximate_gcd has it: two repeats and three pad 2 and 3 layers by one alike."""
+    pair = tuple(kv.Cache(f"{i}.{name}", kv.COMPRESSED, page) for i in range(2) for name, page in (("kv", 9), ("x", 1)))
+    windows = tuple(kv.Cache(f"{i}.window", kv.WINDOW, 5) for i in range(3))
+    assert [len(group) for group in kv.groups_of([*pair, *windows])] == [4, 3]

@@ -14,7 +14,7 @@ from deepinfer_sm80.topology.cluster import Cluster, Gpu, cluster
 from deepinfer_sm80.topology.cuts import best_split, even_split, legal_starts
 from deepinfer_sm80.topology.footprint import weights
 from deepinfer_sm80.topology.layout import Layout, Setting, legal_stock, legal_tp, memory, replay
-from deepinfer_sm80.topology.search import Only, judge, plan
+from deepinfer_sm80.topology.search import Only, judge, plan, shapes
 from deepinfer_sm80.topology.serve import Standing
 
 ROOT = Path(__file__).parents[2]
@@ -152,9 +152,10 @@ def test_legal_cuts_are_vllms():
     assert replay(CONFIG, Layout((8, 12, 20), (1,) * 3))
     assert not replay(CONFIG, Layout((14, 14, 12), (1,) * 3))
     assert not replay(CONFIG, Layout((40,), (2,), dp=2, ep=4)), "sequence parallelism"
+    assert replay(CONFIG, Layout((40,), (1,), dp=2, ep=2)), "TP 1 has none"
 
 
-@pytest.mark.parametrize("ways", [(2, 2, 2), (2, 4), (4, 2)])
+@pytest.mark.parametrize("ways", [(2, 2, 2), (2, 4), (4, 2), (2, 2, 4)])
 def test_the_best_split_is_the_best_of_all(ways):
     def room(split):
         kept = memory(FOUND, Layout(split, ways), SETTING, 63.4)
@@ -162,7 +163,11 @@ def test_the_best_split_is_the_best_of_all(ways):
 
     cuts = itertools.combinations(range(1, 40), len(ways) - 1)
     splits = [tuple(b - a for a, b in itertools.pairwise((0, *c, 40))) for c in cuts]
-    assert room(best_split(FOUND, ways, 1, 1, SETTING, 63.4)) == max(map(room, splits))
+    best = best_split(FOUND, ways, 1, 1, SETTING, 63.4)
+    rooms = {split: room(split) for split in splits}
+    assert rooms[best] == max(rooms.values())
+    equal = [split for split in splits if rooms[split] == rooms[best]]
+    assert sum(n * n for n in best) == min(sum(n * n for n in split) for split in equal), "the most even of them"
 
 
 def test_memory_adds_up_to_the_budget():
@@ -179,6 +184,55 @@ def test_replicas_of_the_model_add_their_tokens():
     one, two = (memory(FOUND, Layout((40,), (8,), dp=dp, ep=8 * dp), SETTING, 79.2) for dp in (1, 2))
     assert two.tokens > 2 * one.tokens, "fewer experts a rank, and two caches"
     assert two.tokens == 2 * int(two.blocks / two.per_request * SETTING.context)
+
+
+def test_a_stage_without_compressed_layers_scores_no_index():
+    """Layers 0 and 1 see their window only."""
+    plain, first = (memory(FOUND, Layout((n, 40 - n), (1, 1)), SETTING, 80).gib[0]["workspace"] * 2**30 for n in (2, 3))
+    lists = 2048 * (512 + 128 + 2048) * 4
+    assert plain == 4 * (128 + 2048) * 1024 + lists
+    assert first == plain + 4 * 524_288 * 1024 + 512 * 2**20
+
+
+def test_contexts_are_those_of_all_replicas():
+    row = judge(FOUND, Layout((40,), (4,), 2), cluster("8xA100-80GB"), SETTING)
+    assert row.contexts == 2 * row.memory.blocks / row.memory.per_request
+    assert row.contexts == pytest.approx(row.memory.tokens / SETTING.context, abs=1e-5)
+    assert row.why.startswith(f"{row.contexts:.2f} contexts fit")
+
+
+def test_what_does_not_fit_is_ordered_by_what_its_fullest_stage_lacks():
+    rows = [row for row in plan(FOUND, cluster("6xA100-40GB"), SETTING) if not row.fits]
+    for standing in Standing:
+        room = [min(r.memory.kv_bytes) / r.memory.per_request for r in rows if r.standing == standing]
+        assert len(room) > 1
+        assert room == sorted(room, reverse=True)
+
+
+def test_a_shortage_is_of_weights_or_of_cache():
+    layout = Layout((40,), (8,))
+    held = sum(memory(FOUND, layout, SETTING, 79.2).gib[0].values())
+    for spare, why in (
+        (-0.01, "needs 47.0 GiB before its KV cache"),
+        (0.01, "has 0.0 GiB for KV, 0.0"),
+    ):
+        card = Gpu("exact", 80, (held + spare) / SETTING.utilisation, 2039, 312)
+        row = judge(FOUND, layout, Cluster(card, 8), SETTING)
+        assert not row.fits
+        assert why in row.why
+
+
+def test_layouts_end_where_the_model_does():
+    """No more ranks than experts, no more stages than layers; unequal stages up to four."""
+    from deepinfer_sm80.model.config import preset
+
+    tiny = preset("tiny")
+    assert {ep for _, _, ep in shapes(tiny, 8)} == {1, 2, 4, 8}
+    assert {ep for _, _, ep in shapes(tiny, 16)} == {1, 2, 4, 8}, "eight experts"
+    assert max(len(ways) for ways, _, _ in shapes(tiny, 16)) == 8, "eight layers"
+    unequal = {row.layout.tp_per_stage for row in plan(FOUND, cluster("8xA100-80GB"), SETTING)}
+    assert (1, 1, 2, 4) in unequal
+    assert not any(len(set(ways)) > 1 and len(ways) > 4 for ways in unequal)
 
 
 def test_one_block_is_held_back():
