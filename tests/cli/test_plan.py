@@ -180,8 +180,34 @@ def test_json_has_columns_and_tile_efficiency_per_stage(capsys):
     found = {(tuple(x["tp_per_stage"]), x["dp"], x["ep"]): (x["expert_columns"], x["tile_efficiency"]) for x in layouts}
     assert found[(8,), 1, 1] == ([320], [0.9])
     assert found[(8,), 1, 8] == ([2304], [1.0])
+    assert found[(4,), 2, 1] == ([320], [0.9])
     assert found[(4, 4), 1, 1] == ([576, 576], [1.0, 1.0])
     assert found[(2, 2, 4), 1, 1] == ([1152, 1152, 576], [1.0] * 3)
+
+
+def test_tables_on_the_gpu_are_no_host_memory(capsys):
+    args = ("--gpus", "8xA100-80GB", "--tp", "8")
+    for ram, held in (("256GB", {"engram_host"}), ("128GB", {"engram_tables"}), ("31GB", {"engram_disk"})):
+        layout = json.loads(run(capsys, *args, "--ram", ram, "--json")[1].out)["layouts"][0]
+        rank = layout["gib_per_rank"][0]
+        assert {name for name in rank if name.startswith("engram_")} == held
+        assert rank[held.pop()] == pytest.approx(23.6, abs=0.1)
+
+
+def test_what_replay_gives_and_takes_is_said(capsys):
+    layouts = json.loads(run(capsys, "--gpus", "8xA100-80GB", "--json")[1].out)["layouts"]
+    out = run(capsys, "--gpus", "8xA100-80GB", "--all")[1].out
+    lines = [line for line in out.splitlines() if line.startswith("  decoder replay ")]
+    other = [float(line.split()[-2].replace(",", "")) for line in lines]
+    assert len({layout["decoder_replay"] for layout in layouts}) == 2
+    for layout, line, speed in zip(layouts, lines, other, strict=True):
+        if layout["decoder_replay"]:
+            assert "  available; without it prefill would be" in line
+            assert speed == pytest.approx(layout["prefill_replay_off_tok_s"], abs=0.6)
+            assert speed < layout["prefill_tok_s"]
+        else:
+            assert "  not available; with it prefill would be" in line
+            assert speed > layout["prefill_tok_s"] == layout["prefill_replay_off_tok_s"]
 
 
 def test_all_shows_every_layout_in_full(capsys):
