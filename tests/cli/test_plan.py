@@ -204,10 +204,15 @@ def test_what_replay_gives_and_takes_is_said(capsys):
         if layout["decoder_replay"]:
             assert "  available; without it prefill would be" in line
             assert speed == pytest.approx(layout["prefill_replay_off_tok_s"], abs=0.6)
-            assert speed < layout["prefill_tok_s"]
+            assert speed <= layout["prefill_tok_s"] + 0.6, "no gain where an earlier stage is the slowest"
         else:
             assert "  not available; with it prefill would be" in line
-            assert speed > layout["prefill_tok_s"] == layout["prefill_replay_off_tok_s"]
+            assert speed + 0.6 >= layout["prefill_tok_s"] == layout["prefill_replay_off_tok_s"]
+    gains = [abs(speed / layout["prefill_tok_s"] - 1) for layout, speed in zip(layouts, other, strict=True)]
+    assert {layout["decoder_replay"] for layout, gain in zip(layouts, gains, strict=True) if gain > 0.4} == {
+        True,
+        False,
+    }
 
 
 def test_all_shows_every_layout_in_full(capsys):

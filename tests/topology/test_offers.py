@@ -9,7 +9,7 @@ from deepinfer_sm80.topology import explain, page, ran
 from deepinfer_sm80.topology.cluster import cluster
 from deepinfer_sm80.topology.footprint import weights
 from deepinfer_sm80.topology.layout import Setting
-from deepinfer_sm80.topology.offers import longest, servable, smallest_sets, weights_gib
+from deepinfer_sm80.topology.offers import equal_hosts, longest, servable, smallest_sets, weights_gib
 from deepinfer_sm80.topology.search import ANY, Only, judge, plan
 from deepinfer_sm80.topology.serve import Standing
 
@@ -142,3 +142,9 @@ def test_sets_are_listed_with_what_is_to_know_of_them():
 def test_the_draft_is_no_weight_without_speculation():
     with_draft, without = (weights_gib(FOUND, dataclasses.replace(SETTING, speculation=k)) for k in (5, 0))
     assert with_draft - without == pytest.approx(7.39, abs=0.01)
+
+
+def test_hosts_are_equal_and_of_up_to_eight():
+    card = cluster("1xA6000").gpu
+    found = {count: equal_hosts(card, count).hosts for count in (1, 8, 9, 10, 11, 16, 24)}
+    assert found == {1: 1, 8: 1, 9: 3, 10: 2, 11: 11, 16: 2, 24: 3}
