@@ -1,15 +1,17 @@
 #!/usr/bin/env python3
 """Record ``make demo`` and ``make test`` as a newcomer meets them: docs/transcripts/demo.txt and test.txt.
 
-    python3 docs/record_transcripts.py
+    python3 docs/record_transcripts.py [demo] [test]
 
-Both run one after the other in a fresh clone of the committed state, with a home directory of their own and an emptied
+Both run one after the other, or those that are named in a fresh clone of the committed state, with a home directory of their own and an emptied
 environment: PATH, and what pip and TLS need to reach an index. Names of folders on this machine are replaced, and pip's
-warnings about the machine's own index are left out. Takes ten minutes and more on two cores.
+warnings about the machine's own index are left out. Takes ten minutes and more on two cores. `make test` looks at the
+demo's transcript: where that is of other operators, record and commit `demo` first, then record `test`.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import platform
 import re
@@ -53,7 +55,10 @@ def scrubbed(text: str, clone: Path, home: Path) -> str:
     return re.sub(r"/\S*/deepinfer-demo-\w+", "/tmp/deepinfer-demo", text)
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", choices=[[], *COMMANDS], help="default: both")
+    names = parser.parse_args(argv).names or list(COMMANDS)
     if git("status", "--porcelain", "--untracked-files=no"):
         sys.stderr.write(
             "There are changes that are not committed: a transcript names the commit it is of. Commit first.\n"
@@ -65,7 +70,8 @@ def main() -> int:
         clone, home = Path(scratch, "clone"), Path(scratch, "home")
         home.mkdir()
         git("clone", "--quiet", str(ROOT), str(clone))
-        for name, command in COMMANDS.items():
+        for name in names:
+            command = COMMANDS[name]
             sys.stdout.write(f"recording {' '.join(command)}\n")
             sys.stdout.flush()
             text, code = recorded(command, clone, home, commit)
