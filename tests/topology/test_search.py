@@ -9,7 +9,7 @@ import pytest
 
 from deepinfer_sm80.errors import PlanError
 from deepinfer_sm80.model.config import ModelConfig
-from deepinfer_sm80.topology import page, published, ran, roofline, serve
+from deepinfer_sm80.topology import explain, page, published, ran, roofline, serve
 from deepinfer_sm80.topology.cluster import KNOWN, Cluster, Gpu, cluster
 from deepinfer_sm80.topology.cuts import best_split, even_split, legal_starts
 from deepinfer_sm80.topology.footprint import weights
@@ -181,6 +181,15 @@ def test_memory_adds_up_to_the_budget():
     # four requests of the full context as bf16 rows of 1,024 bytes, half of it where only ratio 2 is read
     assert kept.gib[1]["workspace"] - kept.gib[0]["workspace"] == pytest.approx(2, abs=0.01)
     assert kept.gib[0]["rope"] == 0.5
+
+
+def test_a_bar_is_as_long_as_what_it_shows():
+    kept = memory(FOUND, Layout((14, 14, 12), (2, 2, 2)), SETTING, 63.4)
+    bar = explain.memory_bars(kept)[0].partition("[")[2].partition("]")[0]
+    rest = sum(kept.gib[0][name] for name in ("rope", "activations", "workspace", "graphs", "cuda_context"))
+    weighed = sum(kept.gib[0].values()) - rest
+    assert [bar.count(sign) for sign in "#+"] == [round(40 * size / kept.budget) for size in (weighed, rest)]
+    assert bar == "#" * 33 + "+" * 3 + "." * 4
 
 
 def test_replicas_of_the_model_add_their_tokens():
