@@ -3,10 +3,10 @@
 
     python3 docs/record_transcripts.py [demo] [test]
 
-Both run one after the other, or those that are named in a fresh clone of the committed state, with a home directory of their own and an emptied
-environment: PATH, and what pip and TLS need to reach an index. Names of folders on this machine are replaced, and pip's
-warnings about the machine's own index are left out. Takes ten minutes and more on two cores. `make test` looks at the
-demo's transcript: where that is of other operators, record and commit `demo` first, then record `test`.
+Both run one after the other, or those that are named, in a fresh clone of the committed state, with a home directory of
+their own and an emptied environment: PATH, and what pip and TLS need to reach an index. Names of folders on this
+machine are replaced, and pip's warnings about the machine's own index are left out. Takes ten minutes and more on two
+cores. `make test` looks at the demo's transcript: where that is of other operators, record and commit `demo` first.
 """
 
 from __future__ import annotations
@@ -57,8 +57,10 @@ def scrubbed(text: str, clone: Path, home: Path) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", choices=[[], *COMMANDS], help="default: both")
+    parser.add_argument("names", nargs="*", metavar="{demo,test}", help="default: both")
     names = parser.parse_args(argv).names or list(COMMANDS)
+    if not set(names) <= set(COMMANDS):
+        parser.error(f"names must be among {', '.join(COMMANDS)}, got {' '.join(names)}")
     if git("status", "--porcelain", "--untracked-files=no"):
         sys.stderr.write(
             "There are changes that are not committed: a transcript names the commit it is of. Commit first.\n"
