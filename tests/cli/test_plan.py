@@ -24,6 +24,7 @@ KEYS = {
     "kv_tokens": int,
     "contexts": float,
     "gib_per_rank": list,
+    "host_gib": dict,
     "prefill_tok_s": float,
     "decode_ms": float,
 }

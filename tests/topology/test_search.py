@@ -278,6 +278,7 @@ REST = (
     "--max-model-len 65536 --max-num-batched-tokens 2048 --max-num-seqs 7 --gpu-memory-utilization 0.95 "
     """--engram-config '{"use_thp": true}' --limit-mm-per-prompt '{"image": 0}'"""
 )
+SHARED = REST.replace("use_thp", "dp_shared_memory")
 DRAFT = """ --speculative-config '{"method": "dspark", "model": "x y", "num_speculative_tokens": 3}'"""
 
 
@@ -287,13 +288,13 @@ DRAFT = """ --speculative-config '{"method": "dspark", "model": "x y", "num_spec
         (
             Layout((40,), (8,), 2, 16),
             1,
-            f"--tensor-parallel-size 8 --data-parallel-size 2 --enable-expert-parallel {REST}{DRAFT}",
+            f"--tensor-parallel-size 8 --data-parallel-size 2 --enable-expert-parallel {SHARED}{DRAFT}",
         ),
         (
             Layout((40,), (4,), 4, 16),
             2,
             "--tensor-parallel-size 4 --data-parallel-size 4 --enable-expert-parallel --distributed-executor-backend "
-            f"ray --data-parallel-backend ray --data-parallel-size-local 2 {REST}{DRAFT}",
+            f"ray --data-parallel-backend ray --data-parallel-size-local 2 {SHARED}{DRAFT}",
         ),
         (Layout((20, 20), (8, 8)), 1, f"--tensor-parallel-size 8 --pipeline-parallel-size 2 {REST}"),
         (
@@ -355,8 +356,13 @@ def test_replicas_that_do_not_divide_the_hosts_have_no_command():
     [
         (Layout((40,), (8,)), "8xA100-80GB", 1, ()),
         (Layout((20, 20), (4, 4)), "8xA100-80GB", 1, ("Pipelines do not run", "without speculation")),
-        (Layout((40,), (4,), 2, 8), "8xA100-80GB", 1, ("replicas have never run",)),
-        (Layout((40,), (8,), 2, 16), "16xA100-80GB", 1, ("replicas have never", "all 16 GPUs to be in one host")),
+        (Layout((40,), (4,), 2, 8), "8xA100-80GB", 1, ("replicas have never run", "189 GiB must be free")),
+        (
+            Layout((40,), (8,), 2, 16),
+            "16xA100-80GB",
+            1,
+            ("replicas have never", "all 16 GPUs to be in one host", "2 replicas of a host share Engram's tables"),
+        ),
         (
             Layout((40,), (8,), 2, 16),
             "16xA100-80GB",
@@ -439,6 +445,43 @@ def test_hosts_hold_only_their_stages_tables():
     shared = Layout((40,), (4,), dp=2, ep=8)
     tables = memory(FOUND, shared, SETTING, 79.2).tables
     assert serve.ram_needed(shared, tables, cluster("8xA100-80GB")) == pytest.approx(188.8 + 16 + 16, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("layout", "gpus", "hosts", "shared", "gib"),
+    [
+        (Layout((40,), (4,), 2, 8), "8xA100-80GB", 1, True, 221),
+        (Layout((40,), (4,), 4, 16), "16xA100-80GB", 2, True, 221),
+        (Layout((20, 20), (2, 2), 2), "8xA100-80GB", 1, True, 221),
+        (Layout((40,), (8,), 2, 16), "16xA100-80GB", 2, False, 221),
+        (Layout((40,), (8,), 2, 16), "16xA100-80GB", 4, False, 118),
+        (Layout((40,), (8,)), "8xA100-80GB", 1, False, 221),
+    ],
+)
+def test_replicas_of_a_host_share_the_tables_that_are_counted_once(layout, gpus, hosts, shared, gib):
+    """Tables with huge pages are private: vLLM refuses both words together."""
+    row = judge(FOUND, layout, cluster(gpus, hosts), SETTING)
+    assert ('{"dp_shared_memory": true}' in row.command) is shared
+    assert ('{"use_thp": true}' in row.command) is not shared
+    assert any("GiB must be free in its /dev/shm" in caution for caution in row.cautions) is shared
+    assert sum(row.host_gib) == pytest.approx(gib, abs=0.6)
+    assert f"  host memory     {gib} GiB per host: Engram tables " in "\n".join(explain.summary(row, SETTING, CONFIG))
+    enough, short = (judge(FOUND, layout, cluster(gpus, hosts, ram=f"{gib + n}GB"), SETTING) for n in (1, -1))
+    assert enough.engram == "host"
+    assert short.engram != "host"
+
+
+def test_a_host_whose_replicas_cannot_share_is_told_what_then_happens():
+    """24 columns over 16 ranks are 2 each, and none for the last four; over 8 they are 3."""
+    said = {
+        tp: judge(FOUND, Layout((40,), (tp,), 2, 2 * tp), cluster(f"{2 * tp}xA100-80GB"), SETTING).cautions[-1]
+        for tp in (4, 8)
+    }
+    assert said[4].endswith("vLLM splits them over the replicas, which costs time in each step.")
+    assert said[8].endswith("vLLM does not start.")
+    for hosts, engram in ((2, "gpu"), (1, "disk")):
+        group = cluster("16xA100-80GB", hosts, ram="128GB")
+        assert judge(FOUND, Layout((40,), (8,), 2, 16), group, SETTING).engram == engram
 
 
 def test_links_of_stages_that_span_hosts():

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from deepinfer_sm80.errors import PlanError, reason
 from deepinfer_sm80.model.config import ModelConfig
-from deepinfer_sm80.topology import explain, offers, page, ran, serve
+from deepinfer_sm80.topology import answer, explain, offers, page, ran, serve
 from deepinfer_sm80.topology.cluster import KNOWN, LINKS, Cluster, cluster, shown, size
 from deepinfer_sm80.topology.footprint import Weights, weights
 from deepinfer_sm80.topology.layout import Setting, legal_tp
@@ -76,9 +76,9 @@ def run(args: argparse.Namespace) -> int:
     instead = "" if fits else _instead(found, group, setting, checkpoint, only, rows, offer)
     if args.json:
         sets = offers.smallest_sets(found, setting, only, group.ram) if args.smallest else []
-        more = {"smallest": explain.smallest_json(sets)} if args.smallest else {}
-        answer = explain.as_json(rows, group, setting, found.config, offer)
-        print(json.dumps({**answer, "instead": instead, **more}, indent=1))
+        more = {"smallest": answer.smallest_json(sets)} if args.smallest else {}
+        plain = answer.as_json(rows, group, setting, found.config, offer)
+        print(json.dumps({**plain, "instead": instead, **more}, indent=1))
         return 0 if fits else 1
     show = explain.every if args.all else explain.text
     print(show(rows, group, setting, found.config, offer, only))
@@ -111,7 +111,7 @@ def _without_gpus(args: argparse.Namespace, found: Weights, setting: Setting) ->
         )
     sets = offers.smallest_sets(found, setting, only, ram)
     if args.json:
-        print(json.dumps({"context": setting.context, "smallest": explain.smallest_json(sets)}, indent=1))
+        print(json.dumps({"context": setting.context, "smallest": answer.smallest_json(sets)}, indent=1))
     else:
         print(explain.smallest(sets, setting, only))
     return 0 if any(entry.layout for entry in sets) else 1

@@ -1,10 +1,10 @@
-"""The plan in words, bars and JSON."""
+"""The plan in words and bars."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from deepinfer_sm80.topology import measured, ran, reckoning, roofline
+from deepinfer_sm80.topology import measured, ran, reckoning
 from deepinfer_sm80.topology.offers import MAX_SET
 from deepinfer_sm80.topology.search import ANY, Only
 from deepinfer_sm80.topology.serve import Standing
@@ -38,68 +38,6 @@ COMPONENTS = (
     ("graphs", "CUDA graphs (assumed)"),
     ("cuda_context", "CUDA context, NCCL (assumed)"),
 )
-
-
-def as_json(
-    rows: Sequence[Row], cluster: Cluster, setting: Setting, config: ModelConfig, offer: Offer | None
-) -> dict[str, Any]:
-    """The plan as JSON can hold it, best layout first. ``gib_per_rank``: one entry per rank of a replica; the key
-    ``engram_host`` (or ``engram_disk``) is host memory, every other key GPU memory. ``expert_columns`` and
-    ``tile_efficiency``: one entry per stage, padding included, and the share of it that the model has. ``servable``: it
-    fits, vLLM has a command, and nothing in that is known to fail; ``cautions``: what does fail, or never ran.
-    ``best_servable``: the best such layout and its context, the one asked for or the longest that fits.
-    ``estimates``: how ``prefill_tok_s`` and ``decode_ms`` were reckoned, and what was measured."""
-    return {
-        "cluster": {"gpus": cluster.label, "hosts": cluster.hosts, "link": cluster.link.name},
-        "context": setting.context,
-        "streams": setting.streams,
-        "speculation": setting.speculation,
-        "gpu_memory_utilization": setting.utilisation,
-        "layouts": [_row_json(row, config) for row in rows],
-        "estimates": {
-            "formulas": list(roofline.FORMULAS),
-            "inputs": reckoning.inputs(cluster),
-            "prompt": min(roofline.PROMPT, setting.context),
-            "measured": measured.as_json(cluster.gpu),
-        },
-        "best_servable": offer and {"context": offer.context, "layout": _row_json(offer.row, config)},
-    }
-
-
-def _row_json(row: Row, config: ModelConfig) -> dict[str, Any]:
-    layout, kept, speed = row.layout, row.memory, row.estimate
-    held = [tile(width, config.hidden_size) for width in _widths(row, config)]
-    per_rank = []
-    for parts, tables, tp in zip(kept.gib, kept.tables, layout.tp_per_stage, strict=True):
-        entry = {name: round(size, 3) for name, size in parts.items()}
-        if tables and row.engram != "gpu":
-            entry[f"engram_{row.engram}"] = round(tables, 3)
-        per_rank += [entry] * tp
-    return {
-        "tp": layout.tp,
-        "pp": layout.pp,
-        "dp": layout.dp,
-        "ep": layout.ep,
-        "split": list(layout.split),
-        "tp_per_stage": list(layout.tp_per_stage),
-        "legal_stock": row.legal,
-        "fits": row.fits,
-        "servable": row.servable,
-        "cautions": list(row.cautions),
-        "why": row.why,
-        "kv_tokens": kept.tokens,
-        "contexts": round(row.contexts, 3),
-        "gib_per_rank": per_rank,
-        "prefill_tok_s": round(speed.prefill, 1),
-        "prefill_replay_off_tok_s": round(speed.replay_off, 1),
-        "decode_ms": round(speed.decode_ms, 3),
-        "read_gib": round(speed.read, 3),
-        "decoder_replay": row.replay,
-        "expert_columns": [t.padded for t in held],
-        "tile_efficiency": [round(t.useful, 3) for t in held],
-        "command": row.command,
-        "command_with_replicas": row.with_replicas,
-    }
 
 
 def text(
@@ -153,6 +91,7 @@ def offer_lines(offer: Offer, setting: Setting) -> list[str]:
         f"{kind[0].upper()}{kind[1:]}: {offered(offer)}",
         f"  KV cache {row.memory.tokens:,} tokens; prefill {speed.prefill:,.0f} tok/s, decode step "
         f"{speed.decode_ms:.1f} ms (estimated)",
+        f"  host memory {host_memory(row)}",
         command_lines(row),
     ]
     return lines if offer.context == setting.context else [*lines, LIMIT]
@@ -202,6 +141,7 @@ def summary(row: Row, setting: Setting, config: ModelConfig) -> list[str]:
         f"({kept.blocks:,} blocks, {kept.per_request:,} per request)",
         f"  cuts            {cuts}",
         f"  Engram tables   {row.engram}: {', '.join(f'{t:.1f}' for t in kept.tables)} GiB per rank of each stage",
+        f"  host memory     {host_memory(row)}",
         f"  decoder replay  {replay}",
         f"  expert columns  {columns(row, config)}",
         f"  prefill         {speed.prefill:,.0f} tok/s (estimated, prompt of {speed.prompt:,} tokens)",
@@ -210,18 +150,28 @@ def summary(row: Row, setting: Setting, config: ModelConfig) -> list[str]:
     ]
 
 
+def host_memory(row: Row) -> str:
+    """GiB that the fullest host needs, and what for."""
+    tables, processes = row.host_gib
+    where = {"gpu": " (on the GPUs)", "disk": " (more than it has)"}.get(row.engram, "")
+    return (
+        f"{tables + processes:.0f} GiB per host: Engram tables {tables:.0f}{where}, processes and system "
+        f"{processes:.0f} (assumed)"
+    )
+
+
 def columns(row: Row, config: ModelConfig) -> str:
     """Expert columns per rank of each kind of stage, with the useful share after padding."""
     if row.layout.ep > 1:
         return f"whole experts, {config.moe_intermediate_size} wide: no padding"
-    found = [tile(width, config.hidden_size) for width in sorted(set(_widths(row, config)), reverse=True)]
+    found = [tile(width, config.hidden_size) for width in sorted(set(widths(row, config)), reverse=True)]
     return "; ".join(
         f"{t.columns} held as {t.padded} ({t.useful:.0%} useful; vLLM alone {t.padded_stock}, {t.useful_stock:.0%})"
         for t in found
     )
 
 
-def _widths(row: Row, config: ModelConfig) -> list[int]:
+def widths(row: Row, config: ModelConfig) -> list[int]:
     """Expert columns of a rank of each stage before padding."""
     layout = row.layout
     shards = (1 if layout.ep > 1 else tp * layout.dp for tp in layout.tp_per_stage)
@@ -296,26 +246,6 @@ def _of_the_sets(found: Sequence[Smallest]) -> list[str]:
         (any(hosts > 1 for _, hosts, _ in held) and not ran.RAY, f"Several hosts need Ray, which {ran.NEVER}."),
     )
     return [sentence for holds, sentence in facts if holds]
-
-
-def smallest_json(found: Sequence[Smallest]) -> list[dict[str, Any]]:
-    """The same for JSON."""
-    return [
-        {
-            "gpus": entry.cluster.label,
-            "hosts": entry.cluster.hosts,
-            "tp": entry.layout.tp,
-            "pp": entry.layout.pp,
-            "dp": entry.layout.dp,
-            "ep": entry.layout.ep,
-            "split": list(entry.layout.split),
-            "tp_per_stage": list(entry.layout.tp_per_stage),
-            "source_replicas": entry.replicas,
-            "servable": entry.standing == Standing.SERVABLE,
-        }
-        for entry in found
-        if entry.layout
-    ]
 
 
 def capacity_chart(entries: Sequence[tuple[str, int]]) -> list[str]:

@@ -50,7 +50,8 @@ ANY = Only()
 class Row:
     """A judged layout. ``engram``: where its tables are, ``host``, ``gpu`` or ``disk``. ``with_replicas``: the command
     once this package places replicas of KV sources, where only that is missing. ``cautions``: what in the command does
-    not run, never ran, or is taken as given."""
+    not run, never ran, or is taken as given. ``host_gib``: of RAM on the fullest host, Engram's tables and the
+    processes."""
 
     layout: Layout
     standing: Standing
@@ -64,6 +65,7 @@ class Row:
     command: str | None
     with_replicas: str | None
     cautions: tuple[str, ...]
+    host_gib: tuple[float, float]
 
     @property
     def servable(self) -> bool:
@@ -181,6 +183,9 @@ def judge(found: Weights, layout: Layout, cluster: Cluster, setting: Setting, ch
     if ran.stopped(layout.pp) and standing < Standing.NONE:
         reasons.append("pipelines do not run with this plugin yet")
     why = "; ".join(filter(None, reasons)) or f"{layout.dp * kept.blocks / kept.per_request:.2f} contexts fit"
+    shared = serve.sharing(config, layout, kept.tables, cluster) if line and engram == "host" else ""
+    left_out = f"{left_out[:1].upper()}{left_out[1:]}." if left_out else ""
+    in_ram = 0.0 if engram == "gpu" else serve.host_tables(layout, kept.tables, cluster)
     return Row(
         layout,
         standing,
@@ -193,7 +198,8 @@ def judge(found: Weights, layout: Layout, cluster: Cluster, setting: Setting, ch
         estimate(found, layout, setting, cluster),
         None if missing else line,
         line if missing else None,
-        (*ran.cautions(layout, cluster), *([f"{left_out[0].upper()}{left_out[1:]}."] if left_out else [])),
+        (*ran.cautions(layout, cluster), *filter(None, (shared, left_out))),
+        (in_ram, serve.processes(cluster)),
     )
 
 
@@ -201,7 +207,7 @@ def held(found: Weights, layout: Layout, setting: Setting, cluster: Cluster) -> 
     """What a rank holds, where Engram's tables are, and why they are nowhere: in host memory, else on the GPU."""
     kept = memory(found, layout, setting, cluster.gpu.usable)
     engram, short_of_ram = serve.placement(layout, kept, cluster)
-    if short_of_ram and holds(kept) and serve.tables_may_be_on_gpu(layout, cluster):
+    if short_of_ram and holds(kept) and serve.tables_may_be_on_gpu(found.config, layout, cluster):
         on_gpu = memory(found, layout, setting, cluster.gpu.usable, tables_on_gpu=True)
         if holds(on_gpu):
             return on_gpu, "gpu", ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import json
+import operator
 import shlex
 from typing import TYPE_CHECKING
 
@@ -77,7 +78,7 @@ def command(layout: Layout, setting: Setting, cluster: Cluster, checkpoint: str,
         words += _replicas_over_hosts(layout, cluster)
     words += ["--max-model-len", setting.context, "--max-num-batched-tokens", setting.batched_tokens]
     words += ["--max-num-seqs", setting.streams, "--gpu-memory-utilization", f"{setting.utilisation:g}"]
-    words += ["--engram-config", json.dumps({"use_thp": True} if engram == "host" else {"cpu_offload": False})]
+    words += ["--engram-config", json.dumps(_engram(layout, cluster, engram))]
     words += ["--limit-mm-per-prompt", json.dumps({"image": 0})]
     if setting.speculation and not notes(layout, setting):
         draft = {"method": "dspark", "model": checkpoint, "num_speculative_tokens": setting.speculation}
@@ -88,6 +89,39 @@ def command(layout: Layout, setting: Setting, cluster: Cluster, checkpoint: str,
     if layout.pp > 1:
         line = f"VLLM_PP_LAYER_PARTITION={','.join(map(str, layout.split))} {line}"
     return line
+
+
+def _engram(layout: Layout, cluster: Cluster, engram: str) -> dict[str, bool]:
+    """Huge pages are of private tables only. With them vLLM would cut the tables by columns over the replicas of a host
+    as well, with collectives in each step, and not start where there are too few columns (``cuts_columns``)."""
+    if engram != "host":
+        return {"cpu_offload": False}
+    return {"dp_shared_memory": True} if replicas_on_host(layout, cluster) > 1 else {"use_thp": True}
+
+
+def replicas_on_host(layout: Layout, cluster: Cluster) -> int:
+    """Whole data-parallel replicas on a host; 0 where one spans hosts."""
+    return min(layout.dp, cluster.per_host // (layout.gpus // layout.dp))
+
+
+def cuts_columns(config: ModelConfig, layout: Layout, cluster: Cluster) -> bool:
+    """Whether vLLM can cut the tables over the tensor-parallel ranks of all replicas of a host, as it does where they
+    do not share them: equal shares, rounded up, have to leave columns for the last rank."""
+    shards = layout.tp * max(1, replicas_on_host(layout, cluster))
+    return (shards - 1) * -(-config.engram_columns // shards) < config.engram_columns or not config.engram_layer_ids
+
+
+def sharing(config: ModelConfig, layout: Layout, tables: tuple[float, ...], cluster: Cluster) -> str:
+    """What a host needs where its replicas share tables in RAM; empty where none do."""
+    together, size = replicas_on_host(layout, cluster), sum(map(operator.mul, tables, layout.tp_per_stage))
+    if together < 2 or not size:
+        return ""
+    otherwise = "splits them over the replicas, which costs time in each step"
+    return (
+        f"The {together} replicas of a host share Engram's tables: {size:.0f} GiB must be free in its /dev/shm (docker "
+        f"run: --shm-size or --ipc=host); where less is, vLLM "
+        f"{otherwise if cuts_columns(config, layout, cluster) else 'does not start'}."
+    )
 
 
 def _replicas_over_hosts(layout: Layout, cluster: Cluster) -> list[object]:
@@ -102,28 +136,35 @@ def _replicas_over_hosts(layout: Layout, cluster: Cluster) -> list[object]:
 def ram_needed(layout: Layout, tables: tuple[float, ...], cluster: Cluster) -> float:
     """GiB of RAM the fullest host needs: Engram's tables of its ranks, once for data-parallel replicas that share the
     host, and the processes."""
+    return host_tables(layout, tables, cluster) + processes(cluster)
+
+
+def host_tables(layout: Layout, tables: tuple[float, ...], cluster: Cluster) -> float:
+    """GiB of Engram's tables on the fullest host, were they in RAM."""
     need, replica = 0.0, sum(layout.tp_per_stage)
     for host in range(cluster.hosts):
         ranks = range(host * cluster.per_host, (host + 1) * cluster.per_host)
         held = {rank % replica for rank in ranks}
         stage_of = [i for i, tp in enumerate(layout.tp_per_stage) for _ in range(tp)]
         need = max(need, sum(tables[stage_of[r]] for r in held))
-    return need + _processes(cluster)
+    return need
 
 
 def processes_fit(cluster: Cluster) -> bool:
     """Whether a host has RAM for the system and the ranks' processes, without any table."""
-    return cluster.ram is None or _processes(cluster) * 2**30 <= cluster.ram
+    return cluster.ram is None or processes(cluster) * 2**30 <= cluster.ram
 
 
-def _processes(cluster: Cluster) -> float:
+def processes(cluster: Cluster) -> float:
+    """GiB of a host that the system and the ranks' processes take."""
     return HOST_RESERVE + RANK_RESERVE * cluster.per_host
 
 
-def tables_may_be_on_gpu(layout: Layout, cluster: Cluster) -> bool:
-    """Whether the processes fit, and the plugin serves tables on the GPU: replicas of TP 1 would share one over peer
-    GPUs, which it refuses."""
-    return processes_fit(cluster) and not (layout.tp == 1 and layout.dp > 1)
+def tables_may_be_on_gpu(config: ModelConfig, layout: Layout, cluster: Cluster) -> bool:
+    """Whether the processes fit, vLLM can cut the tables, and the plugin serves them on the GPU: replicas of TP 1 would
+    share one over peer GPUs, which it refuses."""
+    peers = layout.tp == 1 and layout.dp > 1
+    return processes_fit(cluster) and not peers and cuts_columns(config, layout, cluster)
 
 
 def placement(layout: Layout, found: Memory, cluster: Cluster) -> tuple[str, str]:
@@ -133,7 +174,7 @@ def placement(layout: Layout, found: Memory, cluster: Cluster) -> tuple[str, str
         return "host", ""
     has = f"GiB of RAM on a host that has {cluster.ram / 2**30:.0f}"
     if not processes_fit(cluster):
-        return "disk", f"the processes alone need {_processes(cluster):.0f} {has}, with Engram's tables {need:.0f}"
+        return "disk", f"the processes alone need {processes(cluster):.0f} {has}, with Engram's tables {need:.0f}"
     return (
         "disk",
         f"Engram's tables and the processes need {need:.0f} {has}; vLLM has no form that reads them from disk",
