@@ -46,6 +46,7 @@ def test_json_has_the_contract_and_is_deterministic(capsys):
         assert len(layout["gib_per_rank"]) == sum(layout["tp_per_stage"])
         assert {"experts", "attention", "wo_a", "activations", "graphs", "workspace"} <= set(layout["gib_per_rank"][0])
     assert layouts[0]["fits"]
+    assert list(json.loads(first.out)).index("best_servable") < list(json.loads(first.out)).index("layouts")
     assert any("engram_host" in rank for rank in layouts[0]["gib_per_rank"])
     assert run(capsys, "--gpus", "6xA100-64GB", "--json")[1].out == first.out
 
@@ -222,7 +223,8 @@ def test_all_shows_every_layout_in_full(capsys):
     count = len(json.loads(run(capsys, "--gpus", "8xA100-80GB", "--json")[1].out)["layouts"])
     for words in ("routed experts, FP4", "decoder replay ", "expert columns ", "prefill  ", "  KV cache ", "  cuts "):
         assert caught.out.count(words) == count, words
-    assert caught.out.count("Command:\n") + caught.out.count("No command: ") == count
+    commands = caught.out.count("Command:\n") + caught.out.count("Its command, which is not one to use yet:\n")
+    assert commands + caught.out.count("No command: ") == count
     assert caught.out.startswith("8xA100-80GB, 1 host(s)")
     assert f"\n{count}. " in caught.out
     assert "does not fit; " in caught.out
@@ -393,8 +395,28 @@ def test_under_two_seconds_without_torch_or_numpy(args, code):
 )
 def test_a_pipeline_is_printed_with_what_is_known_of_it(capsys, args, warned):
     out = run(capsys, "--gpus", *args)[1].out
-    assert "Command:\n  " in out
-    command = out[out.index("Command:\n") :].split("\n\n")[0]
+    title = "Its command, which is not one to use yet:\n" if warned else "Command:\n"
+    command = out[out.index(title) :].split("\n\n")[0]
     assert ("Pipelines do not run with this plugin yet" in command) is warned
     assert ("The command is without speculation" in command) is warned
-    assert ("(a pipeline, which does not run with this plugin yet)" in out.split("\n\n")[1]) is warned
+    best = next(line for line in out.splitlines() if line.startswith("Best of "))
+    assert best.endswith("(a pipeline, which does not run with this plugin yet)") is warned
+    assert ("Its command, which" in out) is warned
+
+
+@pytest.mark.parametrize("form", [(), ("--all",)])
+@pytest.mark.parametrize(
+    ("gpus", "best", "context", "beyond"),
+    [("8xA6000", "TP8 + EP8", 1_044_480, "TP4 x PP2"), ("6xA100-64GB", "TP2 x DP3", 1_007_616, "TP2 x PP3")],
+)
+def test_what_can_be_served_comes_before_what_would_hold_more(capsys, gpus, best, context, beyond, form):
+    out = run(capsys, "--gpus", gpus, *form)[1].out
+    first, _, rest = out.partition("\nWhat would hold 1,048,576 tokens cannot be served yet.\n")
+    assert first.split("\n\n")[1] == f"Best without a pipeline: {best}: up to {context:,} tokens of context"
+    assert f"4 streams of {context // 2:,} tokens" in first
+    for words in ("  KV cache  ", "  prefill  ", "  host memory  ", "routed experts, FP4", "\nCommand:\n  vllm serve "):
+        assert words in first, words
+    assert f"--max-model-len {context} " in first
+    assert beyond not in first
+    assert beyond in rest
+    assert "\nCommand:\n" not in rest

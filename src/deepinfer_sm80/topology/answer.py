@@ -35,6 +35,7 @@ def as_json(
         "streams": setting.streams,
         "speculation": setting.speculation,
         "gpu_memory_utilization": setting.utilisation,
+        "best_servable": offer and {"context": offer.context, "layout": _row_json(offer.row, config)},
         "layouts": [_row_json(row, config) for row in rows],
         "estimates": {
             "formulas": list(roofline.FORMULAS),
@@ -42,7 +43,6 @@ def as_json(
             "prompt": min(roofline.PROMPT, setting.context),
             "measured": measured.as_json(cluster.gpu),
         },
-        "best_servable": offer and {"context": offer.context, "layout": _row_json(offer.row, config)},
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 from deepinfer_sm80.topology import measured, ran, reckoning
@@ -49,16 +50,29 @@ def text(
     if not fitting:
         return "\n".join([*lines, *others(rows[:SHOWN], "The closest, and what stops each:")])
     best = fitting[0]
+    first = best if best.servable or offer is None else offer.row
+    lines += _first_what_runs(offer, setting, config, only) if not best.servable else []
     lines += [f"Best of {len(rows)} layouts, of which {len(fitting)} fit: {best.layout.name}{stop(best)}"]
-    lines += [] if best.servable else [f"Best {ran.servable_kind()}: {offered(offer, only)}"]
-    lines += ["", *summary(best, setting, config)]
-    lines += ["", "GiB on a rank of each stage, before the KV cache:", *memory_bars(best.memory), ""]
-    lines += [command_lines(best), ""]
-    lines += [] if best.servable or offer is None else [*offer_lines(offer, setting), ""]
-    lines += [*reckoning.lines(best, cluster, setting), ""]
+    lines += ["", *in_full(best, setting, config), ""]
+    lines += [*reckoning.lines(first, cluster, setting), ""]
     lines += others(fitting[1 : SHOWN + 1], "The next ones that fit:")
     rest = rows[len(fitting) :]
     return "\n".join([*lines, *(others(rest[:3], f"The first of {len(rest)} that do not fit:") if rest else [])])
+
+
+def in_full(row: Row, setting: Setting, config: ModelConfig) -> list[str]:
+    """The figures of a layout, the memory of its ranks, and its command."""
+    bars = ["GiB on a rank of each stage, before the KV cache:", *memory_bars(row.memory)]
+    return [*summary(row, setting, config), "", *bars, "", command_lines(row)]
+
+
+def _first_what_runs(offer: Offer | None, setting: Setting, config: ModelConfig, only: Only) -> list[str]:
+    """The best that can be served, at the context that it holds, where the best at the one asked for cannot be."""
+    lines = [f"Best {ran.servable_kind()}: {offered(offer, only)}", ""]
+    if offer is not None:
+        at = dataclasses.replace(setting, context=offer.context)
+        lines += [*in_full(offer.row, at, config), *([LIMIT] if offer.context < setting.context else []), ""]
+    return [*lines, f"What would hold {setting.context:,} tokens cannot be served yet."]
 
 
 def offered(offer: Offer | None, only: Only = ANY) -> str:
@@ -83,33 +97,18 @@ def stop(row: Row) -> str:
     return f" ({clauses})" if clauses else ""
 
 
-def offer_lines(offer: Offer, setting: Setting) -> list[str]:
-    """The layout of ``offer``, what it does and its command; how sure its context is where that is the longest."""
-    row, speed = offer.row, offer.row.estimate
-    kind = ran.servable_kind()
-    lines = [
-        f"{kind[0].upper()}{kind[1:]}: {offered(offer)}",
-        f"  KV cache {row.memory.tokens:,} tokens; prefill {speed.prefill:,.0f} tok/s, decode step "
-        f"{speed.decode_ms:.1f} ms (estimated)",
-        f"  host memory {host_memory(row)}",
-        command_lines(row),
-    ]
-    return lines if offer.context == setting.context else [*lines, LIMIT]
-
-
 def every(
     rows: Sequence[Row], cluster: Cluster, setting: Setting, config: ModelConfig, offer: Offer | None, only: Only
 ) -> str:
-    """Every layout in full, best first: verdict, figures, memory of a rank, command; then, where the best is none that
-    can be served, the one that can."""
+    """Every layout in full, best first: verdict, figures, memory of a rank, command; before them, where the best is
+    none that can be served, the one that can."""
     lines = _heading(cluster, setting)
+    if rows and rows[0].fits and not rows[0].servable:
+        lines += [*_first_what_runs(offer, setting, config, only), ""]
     for number, row in enumerate(rows, 1):
         verdict = "fits" if row.fits else "does not fit"
         lines += [f"{number}. {row.layout.name}: {verdict}; {row.why}", *summary(row, setting, config)]
         lines += [*memory_bars(row.memory), command_lines(row), ""]
-    if rows and rows[0].fits and not rows[0].servable:
-        best = offer_lines(offer, setting) if offer else [f"Best {ran.servable_kind()}: {offered(offer, only)}"]
-        lines += [*best, ""]
     return "\n".join([*lines, *(reckoning.lines(rows[0], cluster, setting) if rows else [])])
 
 
@@ -205,7 +204,8 @@ LIMIT = (
 def command_lines(row: Row) -> str:
     """The command and what to know before it is used, or that there is none and why."""
     if row.command:
-        return "\n".join([f"Command:\n  {row.command}", *row.cautions])
+        title = "Command:" if row.standing == Standing.SERVABLE else "Its command, which is not one to use yet:"
+        return "\n".join([f"{title}\n  {row.command}", *row.cautions])
     why = row.why.removeprefix("best: ")
     if row.with_replicas:
         return "\n".join(
