@@ -134,8 +134,8 @@ LIMITS: tuple[tuple[str, Callable[[Iterable[Result]], bool]], ...] = (
 
 KINDS: tuple[tuple[str, Callable[[], bool]], ...] = (
     (
-        "in a pipeline, with success: vLLM starts one with this plugin and stops on the first stage after the warm-up; "
-        "its log names a device-side assertion, the kept result only what the parent saw",
+        "in a pipeline, with success: vLLM stopped on the first stage of those that were tried; a cause is mended, the "
+        "correction has not run yet",
         lambda: ran.PIPELINES,
     ),
     ("with data parallel replicas", lambda: ran.REPLICAS),

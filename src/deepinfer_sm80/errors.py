@@ -106,7 +106,7 @@ class ImageInputError(DeepInferError, ValueError):
 
 
 class PlanError(DeepInferError, ValueError):
-    template = "Plan: {option} must be {allowed}, got {found}. {remedy}"
+    template = "{option} must be {allowed}, got {found}. {remedy}"
 
 
 class SequenceStateError(DeepInferError, ValueError):
@@ -114,7 +114,7 @@ class SequenceStateError(DeepInferError, ValueError):
 
 
 class BenchmarkError(DeepInferError, ValueError):
-    template = "Benchmark: {what} must be {allowed}, found {found}. {remedy}"
+    template = "{what} must be {allowed}, found {found}. {remedy}"
 
 
 def reason(error: OSError | ValueError) -> str:

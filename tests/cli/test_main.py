@@ -152,3 +152,12 @@ def test_run_gets_the_parsed_arguments(monkeypatch):
     monkeypatch.setattr("deepinfer_sm80.cli.demo.run", lambda args: setattr(seen, "args", args) or 0)
     assert cli.main(["demo", "--device", "cpu", "--dir", "x"]) == 0
     assert (seen.args.device, str(seen.args.dir)) == ("cpu", "x")
+
+
+def test_no_error_begins_with_the_command_that_is_printed_before_it():
+    from deepinfer_sm80 import errors
+
+    templates = [kind.template for kind in vars(errors).values() if hasattr(kind, "template")]
+    assert len(templates) > 10
+    words = [template.partition(" ")[0] for template in templates]
+    assert not [word for word in words if word.endswith(":") and word.lower().startswith(tuple(cli.COMMANDS))]

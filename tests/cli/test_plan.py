@@ -64,7 +64,7 @@ def test_json_says_how_its_speeds_were_estimated(capsys):
     assert told["prompt"] == 32_768
     assert found["layouts"][0]["read_gib"] > 1
     out = run(capsys, "--gpus", "16xA100-40GB", "--hosts", "2", "--context", "32K")[1].out
-    assert "tok/s (estimated, prompt of 32,768 tokens)" in out
+    assert " (estimated, prompt of 32,768 tokens)" in out
 
 
 def test_text_shows_the_answer_its_reckoning_and_the_losers(capsys):
@@ -73,6 +73,25 @@ def test_text_shows_the_answer_its_reckoning_and_the_losers(capsys):
     for words in ("Best of", "full contexts", "Command:\n  vllm serve", "TFLOP/s x", "estimate", "next ones that fit"):
         assert words in caught.out
     assert "x the best's time" in caught.out
+
+
+@pytest.mark.parametrize(
+    ("gpus", "said"),
+    [
+        ("8xA100", "A100 was taken as A100-80GB; for another say 8xA100-40GB or 8xA100-64GB."),
+        ("8xa800", "a800 was taken as A800-80GB; for another say 8xA800-40GB."),
+        ("8x48GB", "48GB was taken as A40-48GB; for another say 8xA6000-48GB."),
+        ("16x24GB", "24GB was taken as RTX3090-24GB; for another say 16xA30-24GB or 16xA10-24GB or 16xRTX3090Ti-24GB."),
+        ("8xA100-80GB", ""),
+        ("8xA6000", ""),
+        ("8xMyCard:80GB:900GB/s:150TFLOPS", ""),
+    ],
+)
+def test_a_name_of_several_cards_is_told_which_was_taken(capsys, gpus, said):
+    out = run(capsys, "--gpus", gpus)[1].out
+    heading = out.split("\n\n")[0].splitlines()
+    assert heading[2:] == ([said] if said else [])
+    assert json.loads(run(capsys, "--gpus", gpus, "--json")[1].out)["cluster"]["taken"] == said
 
 
 def test_too_little_memory_says_what_is_possible(capsys):
@@ -103,9 +122,12 @@ def test_too_little_memory_says_what_is_possible(capsys):
         (("--smallest", "--tp", "8", "--dp", "8"), "TP x PP x DP = 32 or less, at most 40 stages, got 8 x 8 = 64"),
         (("--smallest", "--hosts", "2"), "--hosts must be left out where --gpus is, got 2"),
         (("--smallest", "--link", "pcie3"), "--link must be left out where --gpus is, got pcie3"),
-        (("--smallest", "--all"), "--all must be left out where --gpus is, got --all"),
+        (("--smallest", "--all"), "--all must be left out where --gpus is, got --all. The smallest"),
         (("--gpus", "8xA100-80GB", "--context", "2M"), "--context must be 1 to 1,048,576 tokens"),
-        (("--gpus", "8xA100-80GB", "--context", "0"), "--context must be 1 to"),
+        (("--gpus", "8xA100-80GB", "--context", "0"), "longest, got 0. Ask for"),
+        (("--gpus", "8xA100-80GB", "--context", "0K"), "longest, got 0K. Ask for"),
+        (("--gpus", "8xA100-80GB", "--context", "2000000"), "longest, got 2000000. Ask for"),
+        (("--gpus", "1xA100-80GB", "--hosts", "2"), "--hosts must be 1 with 1 GPU, got 2"),
         (("--gpus", "8xA100-80GB", "--context", "much"), "--context must be tokens"),
         (("--gpus", "8xA100-80GB", "--streams", "0"), "--streams must be 1 to 1024, got 0. Requests"),
         (("--gpus", "8xA100-80GB", "--speculation", "-1"), "--speculation must be 0 to"),
@@ -139,6 +161,7 @@ def test_bad_input_is_one_sentence_and_code_2(capsys, args, sentence):
     assert (code, caught.out) == (2, "")
     assert sentence in caught.err
     assert caught.err.count("\n") == 1
+    assert caught.err.startswith("deepinfer-sm80 plan: --"), "the command is named once"
 
 
 @pytest.mark.parametrize(
@@ -200,7 +223,7 @@ def test_what_replay_gives_and_takes_is_said(capsys):
     layouts = json.loads(run(capsys, "--gpus", "8xA100-80GB", "--json")[1].out)["layouts"]
     out = run(capsys, "--gpus", "8xA100-80GB", "--all")[1].out
     lines = [line for line in out.splitlines() if line.startswith("  decoder replay ")]
-    other = [float(line.split()[-2].replace(",", "")) for line in lines]
+    other = [float(line.split(" would be ")[1].split()[0].replace(",", "")) for line in lines]
     assert len({layout["decoder_replay"] for layout in layouts}) == 2
     for layout, line, speed in zip(layouts, lines, other, strict=True):
         if layout["decoder_replay"]:
@@ -215,6 +238,20 @@ def test_what_replay_gives_and_takes_is_said(capsys):
         True,
         False,
     }
+
+
+def test_a_prefill_speed_of_replicas_is_called_their_sum(capsys):
+    args = ("--gpus", "8xA100-80GB", "--tp", "2", "--pp", "1")
+    row = json.loads(run(capsys, *args, "--json")[1].out)["layouts"][0]
+    assert row["dp"] == 4
+    assert row["prefill_one_prompt_tok_s"] == pytest.approx(row["prefill_tok_s"] / 4, abs=0.1)
+    out = run(capsys, *args)[1].out
+    said = f"{row['prefill_tok_s']:,.0f} tok/s over 4 replicas, one prompt {row['prefill_one_prompt_tok_s']:,.0f} ("
+    assert f"  prefill         {said}" in out
+    others = [line for line in out.splitlines() if "x the best's time" in line]
+    assert others
+    assert all(" tok/s over 4 replicas against " in line and " over 4 replicas, step" in line for line in others)
+    assert "replicas, one prompt" not in run(capsys, "--gpus", "8xA100-80GB", "--dp", "1", "--all")[1].out
 
 
 def test_all_shows_every_layout_in_full(capsys):
@@ -309,7 +346,7 @@ def test_what_is_offered_instead_keeps_to_what_was_asked(capsys, args, names):
 def test_without_the_sizes_that_were_asked_for_more_is_possible_and_said(capsys):
     out = run(capsys, "--gpus", "8xA6000", "--tp", "8")[1].out
     assert "does not hold a context of 1,048,576 tokens with --tp 8:" in out
-    assert "\nWithout --tp 8: TP4 x PP2 [20,20] (a pipeline, which does not run with this plugin yet): up to" in out
+    assert "\nWithout --tp 8: TP4 x PP2 [20,20] (a pipeline, which has not run with this plugin): up to" in out
     assert "1,048,576 tokens with --tp 8:\n" in out, "the sets are of that size too"
     assert "Without --" not in run(capsys, "--gpus", "16xRTX3090")[1].out
 
@@ -397,10 +434,10 @@ def test_a_pipeline_is_printed_with_what_is_known_of_it(capsys, args, warned):
     out = run(capsys, "--gpus", *args)[1].out
     title = "Its command, which is not one to use yet:\n" if warned else "Command:\n"
     command = out[out.index(title) :].split("\n\n")[0]
-    assert ("Pipelines do not run with this plugin yet" in command) is warned
+    assert ("Pipelines have not run with this plugin: vLLM stopped on the first stage;" in command) is warned
     assert ("The command is without speculation" in command) is warned
     best = next(line for line in out.splitlines() if line.startswith("Best of "))
-    assert best.endswith("(a pipeline, which does not run with this plugin yet)") is warned
+    assert best.endswith("(a pipeline, which has not run with this plugin)") is warned
     assert ("Its command, which" in out) is warned
 
 

@@ -121,8 +121,8 @@ def test_pipelines_that_run_are_sets_like_any_other(monkeypatch):
     assert not any(entry.standing == Standing.STOPPED for entry in sets)
     assert any(entry.cluster.label == "8xA6000-48GB" and entry.standing == Standing.SERVABLE for entry in sets)
     text = explain.smallest(sets, SETTING, ANY)
-    assert "do not run" not in text
-    assert "do not run with this plugin" not in " ".join(page.page().split())
+    assert "have not run" not in text
+    assert "have not run with this plugin" not in " ".join(page.page().split())
 
 
 def test_sets_are_listed_with_what_is_to_know_of_them():

@@ -43,5 +43,6 @@ def test_everything_that_plan_prints_follows_the_fact(capsys, monkeypatch, runs)
     ):
         cli.main(["plan", *args])
         out = " ".join(capsys.readouterr().out.split())
-        assert ("do not run with this plugin yet" in out) is not runs, args
-        assert "does not run" not in out or not runs, args
+        assert ("have not run with this plugin" in out) is not runs, args
+        assert "has not run" not in out or not runs, args
+        assert ("the correction has not run yet" in out) is not runs, args

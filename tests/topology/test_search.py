@@ -108,7 +108,7 @@ def test_a_pipeline_comes_after_what_runs_however_fast_it_would_be(monkeypatch):
     fastest = min(rows, key=lambda row: row.job_seconds(4))
     assert fastest.layout.pp > 1
     assert not fastest.servable
-    assert "pipelines do not run with this plugin yet" in fastest.why
+    assert "pipelines have not run with this plugin" in fastest.why
     monkeypatch.setattr(ran, "PIPELINES", True)
     first = plan(FOUND, group, SETTING)[0]
     assert (first.layout, first.servable, first.cautions[0].startswith("The command needs")) == (
@@ -355,7 +355,7 @@ def test_replicas_that_do_not_divide_the_hosts_have_no_command():
     ("layout", "gpus", "hosts", "words"),
     [
         (Layout((40,), (8,)), "8xA100-80GB", 1, ()),
-        (Layout((20, 20), (4, 4)), "8xA100-80GB", 1, ("Pipelines do not run", "without speculation")),
+        (Layout((20, 20), (4, 4)), "8xA100-80GB", 1, ("Pipelines have not run", "without speculation")),
         (Layout((40,), (4,), 2, 8), "8xA100-80GB", 1, ("replicas have never run", "189 GiB must be free")),
         (
             Layout((40,), (8,), 2, 16),

@@ -185,7 +185,7 @@ def _setting(args: argparse.Namespace, config: ModelConfig) -> Setting:
         raise PlanError(
             option="--context",
             allowed=f"1 to {longest:,} tokens, the model's longest",
-            found=f"{args.context} ({context:,} tokens)",
+            found=args.context if args.context.isdigit() or not context else f"{args.context} ({context:,} tokens)",
             remedy=f"Ask for --context {longest} or less.",
         )
     sizes = []

@@ -26,11 +26,11 @@ def as_json(
     ``engram_host`` (or ``engram_disk``) is host memory, every other key GPU memory. ``expert_columns`` and
     ``tile_efficiency``: one entry per stage, padding included, and the share of it that the model has. ``servable``: it
     fits, vLLM has a command, and nothing in that is known to fail; ``cautions``: what does fail, or never ran.
-    ``host_gib``: of RAM on the fullest host.
+    ``host_gib``: of RAM on the fullest host. ``prefill_tok_s``: the sum over replicas.
     ``best_servable``: the best such layout and its context, the one asked for or the longest that fits.
     ``estimates``: how ``prefill_tok_s`` and ``decode_ms`` were reckoned, and what was measured."""
     return {
-        "cluster": {"gpus": cluster.label, "hosts": cluster.hosts, "link": cluster.link.name},
+        "cluster": {"gpus": cluster.label, "hosts": cluster.hosts, "link": cluster.link.name, "taken": cluster.taken},
         "context": setting.context,
         "streams": setting.streams,
         "speculation": setting.speculation,
@@ -72,6 +72,7 @@ def _row_json(row: Row, config: ModelConfig) -> dict[str, Any]:
         "gib_per_rank": per_rank,
         "host_gib": {"engram_tables": round(row.host_gib[0], 3), "processes": round(row.host_gib[1], 3)},
         "prefill_tok_s": round(speed.prefill, 1),
+        "prefill_one_prompt_tok_s": round(speed.prefill / layout.dp, 1),
         "prefill_replay_off_tok_s": round(speed.replay_off, 1),
         "decode_ms": round(speed.decode_ms, 3),
         "read_gib": round(speed.read, 3),

@@ -69,6 +69,7 @@ class Cluster:
     hosts: int = 1
     ram: int | None = None
     link: Link = LINKS["pcie4"]
+    taken: str = dataclasses.field(default="", compare=False)  # for what a name of several cards was taken
 
     @property
     def per_host(self) -> int:
@@ -82,16 +83,17 @@ class Cluster:
 def cluster(gpus: str, hosts: int = 1, ram: str | None = None, link: str | None = None) -> Cluster:
     """From the command line's words: ``6xA100-64GB``, ``16x24GB`` (the 24-GB card most people have) or
     ``4xMyCard:48GB:900GB/s:150TFLOPS``. Raises PlanError with what is possible."""
-    count, gpu = _gpus(gpus)
+    count, gpu, taken = _gpus(gpus)
     if hosts < 1 or count % hosts:
-        allowed = f"a divisor of {count} ({', '.join(str(n) for n in range(1, count + 1) if count % n == 0)})"
+        possible = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
+        allowed = f"a divisor of {count} ({possible})" if count > 1 else "1 with 1 GPU"
         raise PlanError(option="--hosts", allowed=allowed, found=hosts, remedy="Every host holds as many GPUs.")
     if link is not None and link.lower() not in LINKS:
         raise PlanError(
             option="--link", allowed=f"one of {', '.join(LINKS)}", found=repr(link), remedy="Name the slowest."
         )
     name = (link or "").lower() or _LINK_OF.get(gpu.name, "pcie4")
-    return Cluster(gpu, count, hosts, None if ram is None else size(ram, "--ram"), LINKS[name])
+    return Cluster(gpu, count, hosts, None if ram is None else size(ram, "--ram"), LINKS[name], taken)
 
 
 def size(text: str, option: str) -> int:
@@ -109,7 +111,7 @@ def shown(text: str) -> str:
     return repr(text if len(text) <= 60 else f"{text[:57]}...")
 
 
-def _gpus(text: str) -> tuple[int, Gpu]:
+def _gpus(text: str) -> tuple[int, Gpu, str]:
     found = re.fullmatch(r"\s*([0-9]+)\s*[x*\u00d7]\s*(\S+)\s*", text, re.IGNORECASE)
     if re.search(r"[+,;&]", text):
         raise _bad(text, allowed="GPUs of one kind, the smallest of them standing for all")
@@ -122,7 +124,7 @@ def _gpus(text: str) -> tuple[int, Gpu]:
         )
     count = int(digits)
     if ":" in card:
-        return count, _unknown(card, text)
+        return count, _unknown(card, text), ""
     name, _, memory = card.rpartition("-")
     memory = re.sub(r"g?(i?b)?$", "", memory.lower())
     if not re.fullmatch(r"[0-9]{1,3}", memory):  # RTX-3090 has no memory in its name
@@ -130,9 +132,17 @@ def _gpus(text: str) -> tuple[int, Gpu]:
     fits = [gpu for gpu in KNOWN if (not name or _plain(gpu.name) == _plain(name)) and memory in ("", str(gpu.memory))]
     if not fits:
         raise _bad(text, allowed="a number and a known card")
+    matching = fits
     if not name and memory == "24":
         fits = [gpu for gpu in fits if gpu.name == "RTX3090"]
-    return count, fits[-1] if not memory else fits[0]
+    gpu = fits[-1] if not memory else fits[0]
+    return count, gpu, _taken(card, gpu, count, [other for other in matching if other is not gpu])
+
+
+def _taken(card: str, gpu: Gpu, count: int, others: list[Gpu]) -> str:
+    """The card that was chosen of several that ``card`` may mean, and how to say another; empty where it is the one."""
+    rest = " or ".join(f"{count}x{other.name}-{other.memory}GB" for other in others)
+    return f"{card} was taken as {gpu.name}-{gpu.memory}GB; for another say {rest}." if others else ""
 
 
 def _unknown(card: str, text: str) -> Gpu:

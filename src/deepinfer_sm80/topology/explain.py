@@ -92,7 +92,7 @@ def stop(row: Row) -> str:
     if row.standing == Standing.NONE:
         return " (vLLM has no command for it)"
     replicas = "needs source replicas" if row.standing == Standing.REPLICAS else ""
-    pipeline = "a pipeline, which does not run with this plugin yet" if ran.stopped(row.layout.pp) else ""
+    pipeline = "a pipeline, which has not run with this plugin" if ran.stopped(row.layout.pp) else ""
     clauses = "; ".join(filter(None, (replicas, pipeline)))
     return f" ({clauses})" if clauses else ""
 
@@ -118,6 +118,7 @@ def _heading(cluster: Cluster, setting: Setting) -> list[str]:
         f"{setting.streams} streams, speculation {setting.speculation}, utilisation {setting.utilisation:g}",
         f"Memory is computed and speeds are estimates from a roofline; {_measured(cluster)}. "
         f"This plugin has run on at most {ran.GPUS} GPUs together.",
+        *([cluster.taken] if cluster.taken else []),
         "",
     ]
 
@@ -130,11 +131,12 @@ def _measured(cluster: Cluster) -> str:
 def summary(row: Row, setting: Setting, config: ModelConfig) -> list[str]:
     """The main figures of a layout, a line each."""
     layout, kept, speed = row.layout, row.memory, row.estimate
+    one = f"{row.over}, one prompt {speed.prefill / layout.dp:,.0f}" if layout.dp > 1 else ""
     cuts = "none" if layout.pp == 1 else "taken by stock vLLM" if row.legal else "need source replicas"
     if row.replay:
-        replay = f"available; without it prefill would be {speed.replay_off:,.0f} tok/s"
+        replay = f"available; without it prefill would be {speed.replay_off:,.0f} tok/s{row.over}"
     else:
-        replay = f"not available; with it prefill would be {speed.replay_on:,.0f} tok/s"
+        replay = f"not available; with it prefill would be {speed.replay_on:,.0f} tok/s{row.over}"
     return [
         f"  KV cache        {kept.tokens:,} tokens, {row.contexts:.2f} full contexts "
         f"({kept.blocks:,} blocks, {kept.per_request:,} per request)",
@@ -143,7 +145,7 @@ def summary(row: Row, setting: Setting, config: ModelConfig) -> list[str]:
         f"  host memory     {host_memory(row)}",
         f"  decoder replay  {replay}",
         f"  expert columns  {columns(row, config)}",
-        f"  prefill         {speed.prefill:,.0f} tok/s (estimated, prompt of {speed.prompt:,} tokens)",
+        f"  prefill         {speed.prefill:,.0f} tok/s{one} (estimated, prompt of {speed.prompt:,} tokens)",
         f"  decode step     {speed.decode_ms:.1f} ms (estimated, {setting.streams} streams of {setting.context // 2:,} "
         "tokens)",
     ]

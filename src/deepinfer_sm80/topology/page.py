@@ -282,7 +282,7 @@ def _other(found: Weights, group: Cluster, planned: list[Row], setting: Setting)
         first.layout.name,
         f"{max(sum(parts.values()) for parts in first.memory.gib):.1f} of {first.memory.budget:.1f}",
         f"{first.memory.tokens:,}",
-        f"{first.estimate.prefill:,.0f}",
+        f"{first.estimate.prefill:,.0f}{first.over}",
         f"{first.estimate.decode_ms:.1f}",
         first.why,
         f"{offer.context:,} as {offer.row.layout.name}" if offer else "none",

@@ -20,15 +20,15 @@ RAY = False  # several hosts
 GPUS = 2  # the most at a time
 
 NO_PIPELINES = (
-    "Pipelines do not run with this plugin yet: vLLM stops on the first stage after its warm-up "
-    "(plan --pp 1 leaves them out)."
+    "Pipelines have not run with this plugin: vLLM stopped on the first stage; a cause is mended, the correction has "
+    "not run yet (plan --pp 1 leaves them out)."
 )
 NO_REPLICAS = "Data parallel replicas have never run with this plugin (plan --dp 1 leaves them out)."
 NEVER = "has never run with this plugin"
 
 
 def stopped(stages: int) -> bool:
-    """Whether a layout of ``stages`` pipeline stages needs what was tried and does not run with this plugin."""
+    """Whether a layout of ``stages`` pipeline stages needs what was tried and has not run with this plugin."""
     return stages > 1 and not PIPELINES
 
 
@@ -38,7 +38,7 @@ def servable_kind() -> str:
 
 
 def cautions(layout: Layout, cluster: Cluster) -> list[str]:
-    """Sentences to put beside the command of ``layout``: what in it does not run, never ran, or is taken as given."""
+    """Sentences to put beside the command of ``layout``: what in it has not run, never ran, or is taken as given."""
     said = [NO_PIPELINES] if stopped(layout.pp) else []
     if layout.dp > 1 and not REPLICAS:
         said.append(NO_REPLICAS)

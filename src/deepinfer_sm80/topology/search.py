@@ -73,6 +73,11 @@ class Row:
         return self.fits and self.standing == Standing.SERVABLE
 
     @property
+    def over(self) -> str:
+        """What a prefill speed is the sum over: `` over 2 replicas``; empty with one."""
+        return f" over {self.layout.dp} replicas" if self.layout.dp > 1 else ""
+
+    @property
     def contexts(self) -> float:
         """Full contexts that the caches of all replicas hold."""
         return self.layout.dp * self.memory.blocks / self.memory.per_request
@@ -121,8 +126,8 @@ def _compared(rows: list[Row], setting: Setting) -> list[Row]:
         if row.fits:
             ratio = row.job_seconds(setting.streams) / best.job_seconds(setting.streams)
             why += (
-                f"; {ratio:.2f}x the best's time (prefill {row.estimate.prefill:,.0f} against "
-                f"{best.estimate.prefill:,.0f} tok/s, step {row.estimate.decode_ms:.1f} against "
+                f"; {ratio:.2f}x the best's time (prefill {row.estimate.prefill:,.0f} tok/s{row.over} against "
+                f"{best.estimate.prefill:,.0f}{best.over}, step {row.estimate.decode_ms:.1f} against "
                 f"{best.estimate.decode_ms:.1f} ms)"
             )
         out.append(dataclasses.replace(row, why=why))
@@ -181,7 +186,7 @@ def judge(found: Weights, layout: Layout, cluster: Cluster, setting: Setting, ch
     left_out = serve.notes(layout, setting) if line else ""
     reasons.append("" if missing else left_out)
     if ran.stopped(layout.pp) and standing < Standing.NONE:
-        reasons.append("pipelines do not run with this plugin yet")
+        reasons.append("pipelines have not run with this plugin")
     why = "; ".join(filter(None, reasons)) or f"{layout.dp * kept.blocks / kept.per_request:.2f} contexts fit"
     shared = serve.sharing(config, layout, kept.tables, cluster) if line and engram == "host" else ""
     left_out = f"{left_out[:1].upper()}{left_out[1:]}." if left_out else ""

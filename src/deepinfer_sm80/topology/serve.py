@@ -27,7 +27,7 @@ class Standing(enum.IntEnum):
     """How near a layout is to being served, the nearest first."""
 
     SERVABLE = 0  # vLLM has a command, and nothing in it is known to fail with this plugin
-    STOPPED = 1  # vLLM has a command, and it needs what does not run with this plugin (ran.py)
+    STOPPED = 1  # vLLM has a command, and it needs what has not run with this plugin (ran.py)
     REPLICAS = 2  # a command once source replicas are placed
     NONE = 3  # vLLM has no command
 
