@@ -29,8 +29,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "plan",
         help="whether and how the model fits a set of GPUs",
         description="Every layout of DeepSeek-V4.1 on a set of GPUs: memory per rank, KV capacity by vLLM's own "
-        "formula, estimated speed, the vllm serve command, and why the others lost. What does not run with this plugin "
-        "yet comes after what does. Exits with 1 where nothing fits.",
+        "formula, estimated speed, the vllm serve command, and why the others lost. What cannot be served yet comes "
+        "after what can. Exits with 1 where nothing fits.",
     )
     parser.add_argument("--gpus", metavar="NxCARD", help="6xA100-64GB, or 8xMyCard:48GB:900GB/s:150TFLOPS")
     parser.add_argument("--hosts", metavar="N", help="hosts the GPUs are spread over evenly (default 1)")
