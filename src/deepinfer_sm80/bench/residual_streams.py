@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -67,12 +67,12 @@ def fused(geometry: tuple[int, int, int] | None = None) -> Callable[[], Prepare]
             tokens = kwargs["x"].shape[0]
             if geometry and tokens > FUSED_TOKENS:
                 raise ValueError(f"vLLM fuses up to {FUSED_TOKENS} tokens, here are {tokens}")
-            a, eps = dict(kwargs), kwargs["hc_eps"]
+            a, eps = kwargs, kwargs["hc_eps"]
             mixed = (a["x"], a["residual"], a["post_mix"].unsqueeze(-1), a["comb"], a["fn"], a["scale"], a["base"])
             behind = (a["rms_eps"], eps, eps, 2.0, a["sinkhorn_iters"], a["pre_mix"], a["norm_weight"], a["norm_eps"])
 
             def call() -> Any:
-                with _geometry(kernels, geometry):
+                with _choosing(kernels, geometry) if geometry else nullcontext():
                     return function(*mixed, *behind)
 
             return call
@@ -90,13 +90,11 @@ def finish(kwargs: dict[str, Any], result: Any) -> Any:
 
 
 @contextmanager
-def _geometry(kernels: Any, geometry: tuple[int, int, int] | None) -> Iterator[None]:
-    """vLLM's choice of a geometry replaced meanwhile."""
-    name = "mhc_fused_post_pre_split_config"
-    chosen = getattr(kernels, name)
-    if geometry:
-        setattr(kernels, name, lambda *_: geometry)
+def _choosing(kernels: Any, geometry: tuple[int, int, int]) -> Iterator[None]:
+    """vLLM's choice replaced meanwhile by ``geometry``."""
+    choose = kernels.mhc_fused_post_pre_split_config
+    kernels.mhc_fused_post_pre_split_config = lambda *_: geometry
     try:
         yield
     finally:
-        setattr(kernels, name, chosen)
+        kernels.mhc_fused_post_pre_split_config = choose

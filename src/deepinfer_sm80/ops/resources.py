@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 _FOREIGN_PTX = re.compile(r"e4m3|e5m2|wgmma|tcgen05|mbarrier|cp\.async\.bulk|griddepcontrol|setmaxnreg|stmatrix")
+_APPROXIMATE_PTX = re.compile(r"\b(?:rsqrt|sqrt|rcp|div|ex2|lg2|sin|cos|tanh)\.(?:approx|full)")
 _PTXAS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _REGISTERS = re.compile(r"Used (\d+) registers")
 
@@ -39,6 +40,8 @@ class Resources:
     ctas_per_sm: int
     foreign: tuple[str, ...]
     """PTX of newer GPUs or native FP8 found in the code: must be empty."""
+    approximate: tuple[str, ...] = ()
+    """PTX whose result is not the rounded one, such as ``rsqrt.approx``: none where a contract is exact."""
 
 
 def compile_variant(variant: Variant, capability: tuple[int, int]) -> Resources:
@@ -75,6 +78,7 @@ def compile_variant(variant: Variant, capability: tuple[int, int]) -> Resources:
         stack_bytes=stack,
         ctas_per_sm=limits(capability).ctas_that_fit(shared, registers, variant.num_warps),
         foreign=tuple(sorted(set(_FOREIGN_PTX.findall(ptx)))),
+        approximate=tuple(sorted(set(_APPROXIMATE_PTX.findall(ptx)))),
     )
 
 

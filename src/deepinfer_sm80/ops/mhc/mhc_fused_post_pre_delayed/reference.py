@@ -65,7 +65,7 @@ def mhc_fused_post_pre_delayed(
 
 
 def cases(device: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    for tokens, hidden in ((0, 128), (1, 128), (3, 200), (5, 1280), (19, 1024), (2, 5120), (33, 520)):
+    for tokens, hidden in ((0, 128), (1, 128), (3, 200), (5, 1280), (19, 1024), (2, 5120), (17, 5120), (33, 520)):
         g = torch.Generator(device).manual_seed(tokens * 8191 + hidden)
 
         def randn(*shape: int, g: torch.Generator = g) -> torch.Tensor:
