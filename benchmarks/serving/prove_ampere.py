@@ -33,11 +33,12 @@ from running import (  # noqa: E402
     failure,
     require_checkpoint,
     require_engine,
-    require_folder,
     run_process,
     said,
     summary,
 )
+
+from deepinfer_sm80.cli import needs  # noqa: E402
 
 GENERATING = ("eager", "graphs", "chunked-eager", "chunked", "dspark-eager", "dspark", "serve")
 RECORDED = ("generated-whole", "generated-chunks")
@@ -178,7 +179,8 @@ def main() -> int:
     parser.add_argument("--report", action="store_true")
     args = parser.parse_args()
     args.out = args.out.resolve()
-    require_folder(parser, "--out", args.out)
+    needs.folder(parser, "--out", args.out)
+    args.out.mkdir(parents=True, exist_ok=True)
     args.model = args.model or args.out / args.preset
     if args.inside:
         inside(args.inside, args)

@@ -32,10 +32,11 @@ from running import (  # noqa: E402
     failure,
     require_checkpoint,
     require_engine,
-    require_folder,
     run_process,
     said,
 )
+
+from deepinfer_sm80.cli import needs  # noqa: E402
 
 if TYPE_CHECKING:
     from deepinfer_sm80.model.config import ModelConfig
@@ -353,7 +354,8 @@ def main() -> int:
     parser.add_argument("--tail", type=int, default=25, help="log lines shown of a failed stage")
     parser.add_argument("--report", action="store_true")
     args = parser.parse_args()
-    require_folder(parser, "--out", args.out)
+    needs.folder(parser, "--out", args.out)
+    args.out.mkdir(parents=True, exist_ok=True)
     if args.report:
         print(report(args.out), end="")
         return 0

@@ -40,15 +40,6 @@ def require_checkpoint(parser: argparse.ArgumentParser, model: pathlib.Path | No
         )
 
 
-def require_folder(parser: argparse.ArgumentParser, option: str, path: pathlib.Path) -> None:
-    """Make the folder ``path`` of ``option``, or end the script with a sentence."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        found = f"{path} ({error.strerror.lower()})"
-        parser.error(f"{option} must be a folder that can be written, found {found}: name another")
-
-
 @functools.cache
 def digest(model: pathlib.Path) -> str:
     """SHA-256 over the names and bytes of a checkpoint's files: one name, such as ``tiny``, had several contents."""

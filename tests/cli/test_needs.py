@@ -101,7 +101,16 @@ def test_a_module_of_ours_that_is_missing_is_a_fault_and_not_hidden(monkeypatch)
         needs.leave("x.py", ModuleNotFoundError("no", name="deepinfer_sm80.gone"))
 
 
-@pytest.mark.parametrize("script", ["microbench.py --results", "measure_all.py --results", "measure_all.py --logs"])
+@pytest.mark.parametrize(
+    "script",
+    [
+        "microbench.py --results",
+        "measure_all.py --results",
+        "measure_all.py --logs",
+        "serving/prove_ampere.py --out",
+        "serving/prove_multi_gpu.py --out",
+    ],
+)
 def test_a_folder_that_cannot_be_written_is_a_sentence_before_anything_is_measured(script, tmp_path):
     (tmp_path / "file").touch()
     name, option = script.split()
