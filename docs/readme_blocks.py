@@ -134,7 +134,7 @@ LIMITS: tuple[tuple[str, Callable[[Iterable[Result]], bool]], ...] = (
 
 KINDS: tuple[tuple[str, Callable[[], bool]], ...] = (
     (
-        "in a pipeline, with success: vLLM stopped on the first stage of those that were tried; a cause is mended, the "
+        "in a pipeline, with success: vLLM stopped on the rank of the first layers; a cause is mended, the "
         "correction has not run yet",
         lambda: ran.PIPELINES,
     ),

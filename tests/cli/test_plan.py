@@ -434,7 +434,8 @@ def test_a_pipeline_is_printed_with_what_is_known_of_it(capsys, args, warned):
     out = run(capsys, "--gpus", *args)[1].out
     title = "Its command, which is not one to use yet:\n" if warned else "Command:\n"
     command = out[out.index(title) :].split("\n\n")[0]
-    assert ("Pipelines have not run with this plugin: vLLM stopped on the first stage;" in command) is warned
+    sentence = "Pipelines have not run with this plugin: vLLM stopped on the rank of the first layers;"
+    assert (sentence in command) is warned
     assert ("The command is without speculation" in command) is warned
     best = next(line for line in out.splitlines() if line.startswith("Best of "))
     assert best.endswith("(a pipeline, which has not run with this plugin)") is warned

@@ -198,8 +198,8 @@ def memory_bars(kept: Memory) -> list[str]:
 
 
 LIMIT = (
-    "This context is the longest by computation: where vLLM finds less room it stops and names the longest that it can "
-    "hold."
+    "This context is the longest by computation, in steps of 4,096 tokens: where vLLM finds less room it stops and "
+    "names the longest that it can hold."
 )
 
 

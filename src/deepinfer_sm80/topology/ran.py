@@ -20,8 +20,8 @@ RAY = False  # several hosts
 GPUS = 2  # the most at a time
 
 NO_PIPELINES = (
-    "Pipelines have not run with this plugin: vLLM stopped on the first stage; a cause is mended, the correction has "
-    "not run yet (plan --pp 1 leaves them out)."
+    "Pipelines have not run with this plugin: vLLM stopped on the rank of the first layers; a cause is mended, the "
+    "correction has not run yet (plan --pp 1 leaves them out)."
 )
 NO_REPLICAS = "Data parallel replicas have never run with this plugin (plan --dp 1 leaves them out)."
 NEVER = "has never run with this plugin"

@@ -118,9 +118,9 @@ def sharing(config: ModelConfig, layout: Layout, tables: tuple[float, ...], clus
         return ""
     otherwise = "splits them over the replicas, which costs time in each step"
     return (
-        f"The {together} replicas of a host share Engram's tables: {size:.0f} GiB must be free in its /dev/shm (docker "
-        f"run: --shm-size or --ipc=host); where less is, vLLM "
-        f"{otherwise if cuts_columns(config, layout, cluster) else 'does not start'}."
+        f"The {together} replicas of a host share Engram's tables: {size:.0f} GiB must be free in its /dev/shm "
+        "(docker run: --shm-size or --ipc=host; Linux gives /dev/shm half of the RAM, mount -o remount,size= more); "
+        f"where less is, vLLM {otherwise if cuts_columns(config, layout, cluster) else 'does not start'}."
     )
 
 
