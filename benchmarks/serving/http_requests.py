@@ -11,6 +11,7 @@ import json
 import math
 import re
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 NEW_TOKENS = 64
 LONG_TOKENS = 8192
 LIMIT_S, LONG_LIMIT_S = 60.0, 240.0
+APART_S, ARRIVED_S = 0.1, 1.0  # between requests that wait in an order, and after the last of them
 FLOOR = -9999.0  # what vLLM's server says instead of minus infinity
 THINKING_TOKENS = 12
 FLAGS = (
@@ -112,6 +114,31 @@ def at_once(ask: Callable[[Any], Result], items: Sequence[Any]) -> list[Result]:
 
     with ThreadPoolExecutor(len(items)) as pool:
         return list(pool.map(one, items))
+
+
+def in_order(client: openai.OpenAI, ask: Callable[[Any], Result], items: Sequence[Any]) -> list[Result]:
+    """``ask`` for every item while the server holds them back, in this order; then it takes them in one step.
+
+    The server must have vLLM's development endpoints (VLLM_SERVER_DEV_MODE=1): /pause keeps requests in the queue.
+    """
+    _control(client, "pause?mode=keep")
+    with ThreadPoolExecutor(len(items)) as pool:
+        asked = []
+        try:
+            for item in items:
+                asked.append(pool.submit(ask, item))
+                time.sleep(APART_S)
+            time.sleep(ARRIVED_S)
+            early = sum(answer.done() for answer in asked)
+            _require(early == 0, f"{early} requests were answered while the server held them back")
+        finally:
+            _control(client, "resume")
+        return [answer.result() for answer in asked]
+
+
+def _control(client: openai.OpenAI, path: str) -> None:
+    """One of vLLM's endpoints beside /v1."""
+    client.post(str(client.base_url).replace("/v1/", f"/{path}"), cast_to=object)
 
 
 def streamed(client: openai.OpenAI, model: str, prompt: Sequence[int], salt: str) -> Result:

@@ -1,8 +1,10 @@
 """Stages ``in-process``, ``http`` and ``http-compare``: ``vllm serve`` asked by the official client, token by token.
 
-The same prompts go through ``LLM.generate`` and through a server, each alone and eight at once. vLLM may schedule eight
-requests differently each time, and a step of another size sums in another order: so tokens may part, but only where
-the in-process run saw the server's token within one bfloat16 step of its own best.
+The same prompts go through ``LLM.generate`` and through a server, each alone and eight at once, under the server's
+limits for a step. Eight that wait in the queue when the server begins are scheduled as ``LLM.generate`` schedules them,
+and give the same tokens. Eight that arrive meanwhile (``arriving``) are scheduled differently each time, and a step of
+another size sums in another order: there tokens may part, but only where the in-process run saw the server's token
+within one bfloat16 step of its own best.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ if TYPE_CHECKING:
     import pathlib
 
 TOP = 5  # log-probabilities kept of each in-process step: the ties that may be resolved differently
-KINDS = ("alone", "together", "chat", "streamed")
+KINDS = ("alone", "together", "arriving", "chat", "streamed")
+SAME_STEPS = ("alone", "together", "chat", "streamed")  # both arms schedule the same steps: the same tokens, always
+LIMITS = {"max_num_batched_tokens": 2048, "max_num_seqs": 256}  # of a step: vLLM's defaults for a server on an A100
 STREAMED = 3  # number of the prompt that is streamed
 VALUES = "{}.values"
 LOGPROB = 0.02  # nats on average: what two implementations of this model may differ by
@@ -37,7 +41,7 @@ def in_process(model: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
     import stages
     from vllm import SamplingParams
 
-    engine = stages.Engine(model)
+    engine = stages.Engine(model, **LIMITS)
     params = SamplingParams(temperature=0, max_tokens=ask.NEW_TOKENS, ignore_eos=True, logprobs=TOP)
     alone = [engine.generate([prompt], ask.NEW_TOKENS, logprobs=TOP)[0] for prompt in engine.prompts]
     engine.llm.reset_prefix_cache()
@@ -48,13 +52,13 @@ def in_process(model: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
     stages.require_finite([*alone, *together, *chatted], ask.NEW_TOKENS)
     runs = {"alone": alone, "together": together, "chat": chatted}
     values = {kind: [_kept(output) for output in outputs] for kind, outputs in runs.items()}
-    values["streamed"] = [values["alone"][STREAMED]]
+    values |= {"arriving": values["together"], "streamed": [values["alone"][STREAMED]]}
     (out / VALUES.format("in-process")).write_text(json.dumps(values))
     return engine.result(requests=sum(map(len, runs.values())))
 
 
 def http(model: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
-    """``vllm serve`` with the documented flags and no option of ours, asked everything; tokens in OUT/http.values."""
+    """``vllm serve`` with the documented flags and LIMITS, asked everything; tokens in OUT/http.values."""
     import openai
     import stages
 
@@ -71,9 +75,10 @@ def http(model: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
     tokenizer = read_tokenizer(model)
     prompts = prose.prompts(lambda text: tokenizer.encode(text, add_special_tokens=False).ids)
     bias = ask.whitespace_bias(tokenizer.decode, tokenizer.get_vocab_size())
+    more = LIMITS | (stages.SHARED_GPU if os.environ.get("PROVE_SHARED_GPU") else {})
     options = [*ask.FLAGS, "--log-error-stack"]  # the server's log says why it answered 500
-    if os.environ.get("PROVE_SHARED_GPU"):
-        options += [f"--{name.replace('_', '-')}={value}" for name, value in stages.SHARED_GPU.items()]
+    options += [f"--{name.replace('_', '-')}={value}" for name, value in more.items()]
+    os.environ["VLLM_SERVER_DEV_MODE"] = "1"  # /pause and /resume
     with Server(model, out / "http-server.log", options, limit=BOOT_LIMIT_S) as server:
         values, facts = everything(server.url, prompts, bias)
     (out / VALUES.format("http")).write_text(json.dumps(values))
@@ -87,8 +92,9 @@ def everything(url: str, prompts: list[list[int]], bias: dict[str, float]) -> tu
     start = time.monotonic()
     name = client.models.list().data[0].id
     values: dict[str, Any] = {"alone": [ask.completion(client, name, p, f"alone-{i}") for i, p in enumerate(prompts)]}
-    values["together"] = ask.at_once(lambda p: ask.completion(client, name, p, "together"), prompts)
-    values["chat"] = ask.at_once(lambda m: ask.chat_tokens(client, name, m, "chat"), conversations())
+    values["arriving"] = ask.at_once(lambda p: ask.completion(client, name, p, "arriving"), prompts)
+    values["together"] = ask.in_order(client, lambda p: ask.completion(client, name, p, "together"), prompts)
+    values["chat"] = ask.in_order(client, lambda m: ask.chat_tokens(client, name, m, "chat"), conversations())
     values["streamed"] = [ask.streamed(client, name, prompts[STREAMED], "streamed")]
     with ThreadPoolExecutor(1) as pool:
         long = pool.submit(ask.completion, client, name, prompts[STREAMED], "long", ask.LONG_TOKENS)
@@ -118,17 +124,18 @@ def http_compare(model: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
     if failed:
         raise AssertionError(f"{' and '.join(failed)} failed: what it saved is of another run")
     runs = [json.loads((out / VALUES.format(name)).read_text()) for name in names]
-    rows = {kind: judge(runs[0][kind], runs[1][kind]) for kind in KINDS}
+    rows = {kind: judge(runs[0][kind], runs[1][kind], exact=kind in SAME_STEPS) for kind in KINDS}
     facts = {kind: f"{row['same']} of {row['requests']} the same" for kind, row in rows.items()}
     facts["widest_gap_where_they_part"] = max(row["widest_gap"] for row in rows.values())
     return {"ok": all(row["ok"] for row in rows.values()), "facts": facts, "rows": rows}
 
 
-def judge(served: list[dict[str, Any]], here: list[dict[str, Any]]) -> dict[str, Any]:
+def judge(served: list[dict[str, Any]], here: list[dict[str, Any]], *, exact: bool = False) -> dict[str, Any]:
     """Requests whose tokens are the same, and the widest gap of two log-probabilities where the others part.
 
     ``ok``: no gap is wider than TIE, log-probabilities up to there differ by LOGPROB or less on average, prompts are
-    the same, and nothing is missing. A token outside the in-process run's best TOP counts as a gap of 99.
+    the same, and nothing is missing; ``exact``: no tokens part. A token outside the in-process run's best TOP counts as
+    a gap of 99.
     """
     same, gaps, moved, prompts = 0, [], [], True
     for theirs, ours in zip(served, here, strict=True):
@@ -142,7 +149,7 @@ def judge(served: list[dict[str, Any]], here: list[dict[str, Any]]) -> dict[str,
         gaps.append(parting.lead(ours["top"][at], theirs["tokens"][at]))
     widest, mean = max(gaps, default=0.0), sum(moved) / max(len(moved), 1)
     return {
-        "ok": bool(here) and prompts and widest <= TIE and mean <= LOGPROB,
+        "ok": bool(here) and prompts and widest <= TIE and mean <= LOGPROB and (same == len(here) or not exact),
         "requests": len(here),
         "same": same,
         "widest_gap": round(widest, 4),

@@ -20,6 +20,7 @@ FAULTS = (
     "thought",
     "marker",
     "not-a-choice",
+    "no-pause",
 )
 ARGUMENTS = '{"quay": "north", "boats": 2}'
 
@@ -32,6 +33,7 @@ def tokens_of(prompt, count):
 class Handler(BaseHTTPRequestHandler):
     fault = ""
     eight = threading.Barrier(8, timeout=10)  # broken, and so answered with nothing, unless eight come at once
+    open = threading.Event()  # requests wait while it is clear
 
     def log_message(self, *_):
         pass
@@ -56,13 +58,18 @@ class Handler(BaseHTTPRequestHandler):
         self.send(known.get(self.path, {}), 200 if self.path in known else 404)
 
     def do_POST(self):
+        if self.path in ("/pause?mode=keep", "/resume"):
+            (self.open.set if self.path == "/resume" or self.fault == "no-pause" else self.open.clear)()
+            self.send({})
+            return
+        assert self.open.wait(10)
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         {"/v1/completions": self.completions, "/v1/chat/completions": self.chat}[self.path](body)
 
     def completions(self, body):
         assert body["temperature"] == 0
         assert body["ignore_eos"]
-        if body.get("cache_salt") == "together":
+        if body.get("cache_salt") == "arriving":
             self.eight.wait()
         count = body["max_tokens"] - (self.fault == "short")
         prompt = body["prompt"] if isinstance(body["prompt"], list) else list(body["prompt"].encode())
@@ -145,6 +152,7 @@ def main():
     parser.add_argument("--fault", choices=FAULTS, default="")
     args, _ = parser.parse_known_args()
     Handler.fault = args.fault
+    Handler.open.set()
     sys.stdout.write(f"serving {args.model}\n")
     sys.stdout.flush()
     ThreadingHTTPServer((args.host, args.port), Handler).serve_forever()

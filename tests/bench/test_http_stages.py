@@ -6,6 +6,7 @@ import importlib.util
 import json
 import re
 import sys
+import time
 import types
 from pathlib import Path
 
@@ -55,7 +56,13 @@ def test_everything_is_asked_and_the_server_is_gone_afterwards(stages, tmp_path,
     assert server.process.poll() is not None
     assert server.boot_seconds > 0
     assert "serving tiny" in server.log.read_text()
-    assert {kind: len(values[kind]) for kind in stages.KINDS} == {"alone": 8, "together": 8, "chat": 8, "streamed": 1}
+    assert {kind: len(values[kind]) for kind in stages.KINDS} == {
+        "alone": 8,
+        "together": 8,
+        "arriving": 8,
+        "chat": 8,
+        "streamed": 1,
+    }
     assert len({tuple(found["tokens"]) for found in values["together"]}) == 8
     assert [found["prompt"] for found in values["alone"]] == PROMPTS
     assert values["streamed"][0]["tokens"] == values["alone"][stages.STREAMED]["tokens"]
@@ -77,6 +84,7 @@ def test_everything_is_asked_and_the_server_is_gone_afterwards(stages, tmp_path,
         ("marker", "a marker was left in the text"),
         ("not-a-choice", "choice: 'slack'"),
         ("image", "an image was answered"),
+        ("no-pause", "8 requests were answered while the server held them back"),
     ],
 )
 def test_a_wrong_answer_fails(stages, tmp_path, fault, said):
@@ -100,6 +108,35 @@ def test_tokens_may_part_only_where_two_tie(stages, gap, ok):
     found = stages.judge([run_of([4, 6, 9])], [run_of([4, 5, 8], gap)])
     assert (found["ok"], found["same"]) == (ok, 0)
     assert found["widest_gap"] == pytest.approx(gap, abs=1e-4)
+
+
+def test_where_both_schedule_the_same_steps_tokens_may_not_part(stages):
+    found = stages.judge([run_of([4, 6])], [run_of([4, 5], 0.001)], exact=True)
+    assert (found["ok"], found["widest_gap"]) == (False, pytest.approx(0.001))
+    assert stages.judge([run_of([4, 5])], [run_of([4, 5], 0.001)], exact=True)["ok"]
+    assert set(stages.KINDS) - set(stages.SAME_STEPS) == {"arriving"}
+
+
+def test_requests_wait_in_their_order(stages, monkeypatch):
+    said = []
+    client = types.SimpleNamespace(base_url="http://here/v1/", post=lambda url, cast_to: said.append(url))
+    monkeypatch.setattr(stages.ask, "APART_S", 0.02)
+    monkeypatch.setattr(stages.ask, "ARRIVED_S", 0.0)
+
+    def ask(item):
+        said.append(item)
+        while "http://here/resume" not in said:
+            time.sleep(0.001)
+        return item
+
+    assert stages.ask.in_order(client, ask, [3, 1, 2]) == [3, 1, 2]
+    assert said == ["http://here/pause?mode=keep", 3, 1, 2, "http://here/resume"]
+
+
+def test_the_server_that_holds_requests_is_vllms(stages):
+    source = vllm_source.wheel().read("vllm/entrypoints/rl/online/api_router.py").decode()
+    assert all(f'@router.post("/{path}")' in source for path in ("pause", "resume"))
+    assert "VLLM_SERVER_DEV_MODE" in vllm_source.wheel().read("vllm/entrypoints/launchers/api_server/routers.py").decode()
 
 
 def test_a_token_that_was_not_near_the_best_fails(stages):
@@ -144,6 +181,7 @@ def test_the_comparison_reads_what_the_stages_saved(stages, tmp_path):
     assert found["facts"] == {
         "alone": "1 of 1 the same",
         "together": "1 of 1 the same",
+        "arriving": "1 of 1 the same",
         "chat": "0 of 1 the same",
         "streamed": "1 of 1 the same",
         "widest_gap_where_they_part": 99.0,
@@ -173,7 +211,8 @@ def test_the_parsers_are_registered_in_vllm_and_documented(stages):
 class Engine:
     """In place of a vLLM engine: the tokens that the fake server gives."""
 
-    def __init__(self, model):
+    def __init__(self, model, max_num_batched_tokens, max_num_seqs):
+        assert (max_num_batched_tokens, max_num_seqs) == (2048, 256)
         self.prompts = PROMPTS
         self.llm = types.SimpleNamespace(reset_prefix_cache=lambda: None, chat=self.chat)
 
@@ -211,6 +250,7 @@ def test_the_three_stages_one_after_the_other(stages, tmp_path, monkeypatch):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
         vars(sys.modules[name]).update(contents)
     monkeypatch.setenv("PROVE_SHARED_GPU", "1")
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "")  # the stage sets it: gone with the test
     command = (sys.executable, str(FAKE))
     monkeypatch.setattr(stages, "Server", functools.partial(stages.Server, command=command))
     monkeypatch.setattr("deepinfer_sm80.model.prose.prompts", lambda encode: PROMPTS)
