@@ -62,7 +62,8 @@ EVERYWHERE = {
     "VLLM_USE_NCCL_SYMM_MEM": "0",
     "NCCL_NVLS_ENABLE": "0",
 }
-STAGES = (*LAYOUTS, *TIMED, "compare")
+LINKS = "links"
+STAGES = (*LAYOUTS, *TIMED, LINKS, "compare")
 JUDGED = "how far one GPU's best led the token that was taken"
 VALUES = ("prompt_logprobs", "top")  # what ``compare`` needs and nobody reads: in OUT/NAME.values
 
@@ -72,7 +73,7 @@ def run_stage(name: str, args: argparse.Namespace) -> int:
     environment = {**os.environ, **EVERYWHERE, **ENVIRONMENT.get(TIMED.get(name, name), {})}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE), environment.get("PYTHONPATH")]))
     environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # ranks.py asks the workers
-    if name in TIMED:
+    if name in TIMED or name == LINKS:
         environment.pop("PROVE_SHARED_GPU", None)
     if args.capability:
         environment["AMPERE_DISGUISE"] = args.capability
@@ -139,6 +140,23 @@ def timed(name: str, model: pathlib.Path) -> dict[str, Any]:
     result = engine.result(**timing.times(engine))
     card = CARDS.get(result["gpu"])
     return result | ({"planned": planned(name, config_of(model), card)} if card else {})
+
+
+def joined(model: pathlib.Path) -> dict[str, Any]:
+    """What an all-reduce and a hop take between two ranks, and the planner's constants that follow from it."""
+    import links
+    import stages
+
+    from deepinfer_sm80.topology.roofline import hop_bytes
+
+    config = config_of(model)
+    engine = stages.Engine(model, tensor_parallel_size=2, enforce_eager=True)
+    row, hop = 2 * config.hidden_size, hop_bytes(config)
+    reduced = links.slowest(engine.llm.collective_rpc(links.all_reduces, args=(config.hidden_size,)))
+    handed = links.slowest(engine.llm.collective_rpc(links.hops, args=(hop,)))
+    constants = {"all_reduce": links.fitted(reduced, row), "hop": links.fitted(handed, hop)}
+    facts = {f"{name}_{key}": value for name, pair in constants.items() for key, value in pair.items()}
+    return engine.result(**facts) | {"all_reduce_us": reduced, "hop_us": handed, "constants": constants}
 
 
 def cut(options: dict[str, Any], model: pathlib.Path) -> None:
@@ -253,7 +271,7 @@ def report(out: pathlib.Path) -> str:
         lines.append(
             f"| {name} | {verdict} | {run.get('facts', {}).get('boot_s', '')} | " + " | ".join(map(str, cells)) + " |"
         )
-    lines += _times(results) + _ranks(results)
+    lines += _times(results) + _links(results) + _ranks(results)
     wrong = [f"`{name}`: {named(run['error'])}." for name, run in results.items() if run.get("error")]
     lines += ["", *wrong] if wrong else []
     return "\n".join(lines) + "\n"
@@ -304,6 +322,25 @@ def _times(results: dict[str, Any]) -> list[str]:
     return lines
 
 
+def _links(results: dict[str, Any]) -> list[str]:
+    """What joins the GPUs, as measured between two ranks."""
+    run = results.get(LINKS, {})
+    if not run.get("ok"):
+        return []
+    lines = [
+        "",
+        "Between two ranks, microseconds: an all-reduce of a layer's rows in a CUDA graph, and a hop as a pipeline's",
+    ]
+    lines += ["stage hands its rows over.", "", "| rows | all-reduce | hop |", "|---|---|---|"]
+    for count, took in run["all_reduce_us"].items():
+        lines.append(f"| {int(count):,} | {took} | {run['hop_us'][count]} |")
+    pairs = [
+        f"{name.replace('_', '-')} {pair['latency_us']} us and {pair['gb_s']} GB/s"
+        for name, pair in run["constants"].items()
+    ]
+    return [*lines, "", f"The planner's constants from it: {', '.join(pairs)}."]
+
+
 def _ranks(results: dict[str, Any]) -> list[str]:
     """What the eager layouts' ranks answered."""
     lines = []
@@ -330,6 +367,8 @@ def inside(name: str, args: argparse.Namespace) -> None:
             result = compare(args.out)
         elif name in TIMED:
             result = timed(name, args.model)
+        elif name == LINKS:
+            result = joined(args.model)
         else:
             result = layout(name, args.model, args.out)
         result.setdefault("ok", True)
@@ -371,7 +410,7 @@ def main() -> int:
         os.environ["PROVE_SHARED_GPU"] = "1"
     with ThreadPoolExecutor(len(LAYOUTS) if args.together else 1) as pool:
         failed = sum(pool.map(lambda name: run_stage(name, args), [n for n in names if n in LAYOUTS]))
-    failed += sum(run_stage(name, args) for name in names if name in TIMED)
+    failed += sum(run_stage(name, args) for name in names if name in TIMED or name == LINKS)
     if "compare" in names:
         failed += run_stage("compare", args)
     return min(failed, 1)

@@ -136,7 +136,9 @@ def test_requests_wait_in_their_order(stages, monkeypatch):
 def test_the_server_that_holds_requests_is_vllms(stages):
     source = vllm_source.wheel().read("vllm/entrypoints/rl/online/api_router.py").decode()
     assert all(f'@router.post("/{path}")' in source for path in ("pause", "resume"))
-    assert "VLLM_SERVER_DEV_MODE" in vllm_source.wheel().read("vllm/entrypoints/launchers/api_server/routers.py").decode()
+    assert (
+        "VLLM_SERVER_DEV_MODE" in vllm_source.wheel().read("vllm/entrypoints/launchers/api_server/routers.py").decode()
+    )
 
 
 def test_a_token_that_was_not_near_the_best_fails(stages):

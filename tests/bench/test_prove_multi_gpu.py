@@ -199,7 +199,7 @@ def test_times_are_taken_alone_after_the_layouts(proof, monkeypatch, tmp_path):
     assert proof.main() == 0
     layouts = len(proof.LAYOUTS)
     assert set(ran[:layouts]) == set(proof.LAYOUTS)
-    assert ran[layouts:] == [*proof.TIMED, "compare"]
+    assert ran[layouts:] == [*proof.TIMED, "links", "compare"]
 
 
 @pytest.mark.parametrize(
@@ -215,3 +215,74 @@ def test_times_are_taken_alone_after_the_layouts(proof, monkeypatch, tmp_path):
 )
 def test_the_page_shows_the_line_that_names_the_exception(proof, error, line):
     assert proof.named(error) == line
+
+
+@pytest.fixture
+def links(proof):
+    import links
+
+    return links
+
+
+def test_constants_follow_from_the_times_of_few_and_many_rows(links):
+    ranks = [{"1": 11.0, "2048": 111.0}, {"1": 12.0, "2048": 110.0}]
+    slow = links.slowest(ranks)
+    assert slow == {"1": 12.0, "2048": 111.0}
+    found = links.fitted(slow, 10_240)
+    assert found == {"latency_us": 12.0, "gb_s": round(2047 * 10_240 / 99.0e-6 / 1e9, 1)}
+    with pytest.raises(AssertionError, match="2048 rows took no longer than 1"):
+        links.fitted({"1": 12.0, "2048": 12.0}, 10_240)
+
+
+def test_the_links_are_asked_of_both_ranks_and_stand_on_the_page(proof, links, monkeypatch, tmp_path):
+    asked = []
+
+    class Engine:
+        def __init__(self, model, **options):
+            assert options == {"tensor_parallel_size": 2, "enforce_eager": True}
+            self.llm = self
+
+        def collective_rpc(self, function, args):
+            asked.append((function, args))
+            return [{"1": 10.0, "2048": 110.0}, {"1": 20.0, "2048": 220.0}]
+
+        def result(self, **facts):
+            return {"ok": True, "facts": facts}
+
+    config = preset("layer")
+    monkeypatch.setattr(proof, "config_of", lambda model: config)
+    monkeypatch.setitem(sys.modules, "stages", types.SimpleNamespace(Engine=Engine))
+    found = proof.joined(tmp_path)
+    assert asked == [(links.all_reduces, (config.hidden_size,)), (links.hops, (hop_bytes(config),))]
+    assert found["constants"]["all_reduce"] == {"latency_us": 20.0, "gb_s": round(2047 * 10_240 / 200e-6 / 1e9, 1)}
+    assert found["constants"]["hop"]["gb_s"] == pytest.approx(2047 * hop_bytes(config) / 200e-6 / 1e9, abs=0.05)
+    write(tmp_path, "links", found)
+    page = proof.report(tmp_path)
+    assert "| 2,048 | 220.0 | 220.0 |" in page
+    assert "all-reduce 20.0 us and 104.8 GB/s" in page
+    write(tmp_path, "links", {"ok": False})
+    assert "Between two ranks" not in proof.report(tmp_path)
+
+
+class Group:
+    """Two ranks' group, seen by the first: what is sent comes back."""
+
+    def send_tensor_dict(self, value):
+        self.value = value
+
+    def recv_tensor_dict(self):
+        return self.value
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_hop_is_half_of_a_round_trip(links, monkeypatch, rank):
+    group, clock = Group(), iter(range(10_000))
+    group.value = {"hidden_states": torch.ones(1, 4)}
+    state = types.SimpleNamespace(get_tp_group=lambda: group)
+    for name in ("vllm", "vllm.distributed", "vllm.distributed.parallel_state"):
+        monkeypatch.setitem(sys.modules, name, state)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(links.time, "perf_counter", lambda: 1e-6 * next(clock))
+    found = links.hops(types.SimpleNamespace(rank=rank, device="cpu"), 8, (1, 3))
+    assert found == {"1": 0.5, "3": 0.5}
+    assert group.value["hidden_states"].shape == ((3, 4) if rank == 0 else (1, 4))
