@@ -64,6 +64,7 @@ EVERYWHERE = {
 }
 LINKS = "links"
 STAGES = (*LAYOUTS, *TIMED, LINKS, "compare")
+TOP = 5  # log-probabilities kept of each greedy step: more than two may tie
 JUDGED = "how far one GPU's best led the token that was taken"
 VALUES = ("prompt_logprobs", "top")  # what ``compare`` needs and nobody reads: in OUT/NAME.values
 
@@ -82,7 +83,7 @@ def run_stage(name: str, args: argparse.Namespace) -> int:
 
 
 def layout(name: str, model: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
-    """Prompt log-probabilities of every prompt, every layer for every token, and 64 greedy tokens with the top two."""
+    """Prompt log-probabilities of every prompt, every layer for every token, and 64 greedy tokens with the best TOP."""
     import stages
 
     options: dict[str, Any] = {"swa_bounded_replay": False, "enable_prefix_caching": False, **LAYOUTS[name]}
@@ -93,7 +94,7 @@ def layout(name: str, model: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
         [step[token].logprob for token, step in zip(ids[1:], found.prompt_logprobs[1:], strict=True)]
         for ids, found in zip(engine.prompts[1:], scored, strict=True)
     ]
-    outputs = engine.generate(engine.prompts, logprobs=2)
+    outputs = engine.generate(engine.prompts, logprobs=TOP)
     stages.require_finite(outputs)
     found = engine.result(gpus=options.get("tensor_parallel_size", 1) * options.get("pipeline_parallel_size", 1))
     if options.get("enforce_eager"):
