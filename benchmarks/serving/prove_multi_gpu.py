@@ -170,14 +170,14 @@ def planned(name: str, config: ModelConfig, gpu: str) -> dict[str, float]:
     """What the planner expects of a timed layout on two cards ``gpu``: milliseconds of a decode step of one request and
     of a chunk of a 64K prompt, and the bytes of a token that a hop carries."""
     from deepinfer_sm80.topology.cluster import cluster
-    from deepinfer_sm80.topology.cuts import even_split
+    from deepinfer_sm80.topology.cuts import even_split, halves
     from deepinfer_sm80.topology.footprint import weights
     from deepinfer_sm80.topology.layout import Layout, Setting
     from deepinfer_sm80.topology.roofline import PROMPT, estimate, hop_bytes
 
     options = LAYOUTS[TIMED[name]]
     pp, tp = options.get("pipeline_parallel_size", 1), options.get("tensor_parallel_size", 1)
-    layers = even_split(config.num_hidden_layers, pp) if pp == 1 else split_of(config)
+    layers = even_split(config.num_hidden_layers, pp) if pp == 1 else halves(config)
     layout = Layout(layers, (tp,) * pp, ep=tp if options.get("enable_expert_parallel") else 1)
     setting = Setting(context=2048, streams=1, speculation=0)
     found = estimate(weights(config), layout, setting, cluster(f"2x{gpu}", link="nvlink"), PROMPT)
@@ -187,7 +187,9 @@ def planned(name: str, config: ModelConfig, gpu: str) -> dict[str, float]:
 
 def split(model: pathlib.Path) -> tuple[int, ...]:
     """Layers of the two stages: cut where stock vLLM allows it, as near to the middle as that gets."""
-    return split_of(config_of(model))
+    from deepinfer_sm80.topology.cuts import halves
+
+    return halves(config_of(model))
 
 
 def config_of(model: pathlib.Path) -> ModelConfig:
@@ -195,15 +197,6 @@ def config_of(model: pathlib.Path) -> ModelConfig:
     from deepinfer_sm80.model.checkpoint_files import read_config
 
     return read_config(model)
-
-
-def split_of(config: ModelConfig) -> tuple[int, ...]:
-    """``split`` of a configuration."""
-    from deepinfer_sm80.topology.cuts import legal_starts
-
-    layers = config.num_hidden_layers
-    start = min(legal_starts(config), key=lambda i: abs(2 * i - layers))
-    return start, layers - start
 
 
 def compare(out: pathlib.Path) -> dict[str, Any]:

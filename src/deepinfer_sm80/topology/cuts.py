@@ -46,6 +46,13 @@ def legal_starts(config: ModelConfig) -> tuple[int, ...]:
     return tuple(i for i in range(1, n) if legal_stock(config, Layout((i, n - i), (1, 1))))
 
 
+def halves(config: ModelConfig) -> Split:
+    """The split in two stages that stock vLLM allows, cut as near to the middle as that gets."""
+    layers = config.num_hidden_layers
+    start = min(legal_starts(config), key=lambda i: abs(2 * i - layers))
+    return start, layers - start
+
+
 def at_starts(starts: tuple[int, ...], layers: int) -> Split:
     """The split whose later stages begin at ``starts``."""
     return tuple(b - a for a, b in itertools.pairwise((0, *starts, layers)))

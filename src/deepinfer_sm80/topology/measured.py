@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from deepinfer_sm80.model.config import preset
 from deepinfer_sm80.topology.cluster import KNOWN, LINKS, Cluster, Gpu, cluster, same_card
-from deepinfer_sm80.topology.cuts import even_split
+from deepinfer_sm80.topology.cuts import halves
 from deepinfer_sm80.topology.footprint import weights
 from deepinfer_sm80.topology.layout import Layout, Setting
 from deepinfer_sm80.topology.roofline import PROMPT, estimate
@@ -32,6 +32,7 @@ class Measured:
     lowering: str
     checkpoint: str
     tp: int
+    pp: int
     ep: int
     way: str
     decode_ms: float
@@ -40,7 +41,9 @@ class Measured:
 
     @property
     def layout(self) -> Layout:
-        return Layout(even_split(preset(self.checkpoint).num_hidden_layers, 1), (self.tp,), ep=self.ep)
+        config = preset(self.checkpoint)
+        split = halves(config) if self.pp == 2 else (config.num_hidden_layers,)
+        return Layout(split, (self.tp,) * self.pp, ep=self.ep)
 
     @property
     def name(self) -> str:
@@ -53,17 +56,18 @@ class Measured:
 
     def estimated(self) -> tuple[float, float]:
         """The same two times by the planner's formulas; the chunk is one of a 64K prompt."""
-        group = Cluster(self.card() or cluster(f"1x{FIGURES[self.gpu]}").gpu, self.tp, link=LINKS["nvlink"])
+        group = Cluster(self.card() or cluster(f"1x{FIGURES[self.gpu]}").gpu, self.tp * self.pp, link=LINKS["nvlink"])
         setting = Setting(context=CHUNK, streams=1, speculation=0)
         found = estimate(weights(preset(self.checkpoint)), self.layout, setting, group, PROMPT)
         return found.decode_ms, 1e3 * setting.batched_tokens / found.replay_off
 
 
 ROWS = (
-    Measured("NVIDIA H200", "sm80", "layer", 1, 1, "", 2.923, 53.59, "a431987"),
-    Measured("NVIDIA H200", "sm80", "layer", 2, 1, "", 3.503, 60.17, "a431987"),
-    Measured("NVIDIA H200", "sm80", "layer", 2, 2, "", 3.154, 50.51, "a431987"),
-    Measured("NVIDIA H200", "sm80", "layer", 2, 1, "NCCL's ring", 4.069, 74.28, "a431987"),
+    Measured("NVIDIA H200", "sm80", "layer", 1, 1, 1, "", 2.954, 53.03, "d5cbaa5"),
+    Measured("NVIDIA H200", "sm80", "layer", 2, 1, 1, "", 4.79, 70.33, "db5a061"),
+    Measured("NVIDIA H200", "sm80", "layer", 2, 1, 2, "", 3.154, 50.51, "a431987"),
+    Measured("NVIDIA H200", "sm80", "layer", 2, 1, 1, "NCCL's ring", 5.069, 51.72, "d5cbaa5"),
+    Measured("NVIDIA H200", "sm80", "layer", 1, 2, 1, "", 5.62, 66.5, "d5cbaa5"),
 )
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from deepinfer_sm80.topology.cluster import Cluster
     from deepinfer_sm80.topology.layout import Layout
 
-PIPELINES = False  # more than one pipeline stage
+PIPELINES = True  # more than one pipeline stage
 REPLICAS = False  # data parallel
 RAY = False  # several hosts
 GPUS = 2  # the most at a time

@@ -34,6 +34,7 @@ def inputs(cluster: Cluster) -> list[str]:
     return [
         f"card (data sheet): {gpu.bandwidth:,.0f} GB/s x {roofline.BANDWIDTH_SHARE:g} (assumed), "
         f"{gpu.tflops:g} TFLOP/s x {roofline.PREFILL_SHARE:g} (fitted to one published run)",
-        *(f"{link.name} (assumed): {link.rate:g} GB/s, {link.latency:g} us" for link in links),
+        *(f"{link.name} ({link.source}): {link.rate:g} GB/s, {link.latency:g} us" for link in links),
+        f"hand-over of a hop (measured between two NVIDIA H200): {roofline.HAND_OVER * 1e6:g} us",
         f"overhead of a layer's small kernels (assumed): {roofline.LAYER_OVERHEAD * 1e6:g} us",
     ]

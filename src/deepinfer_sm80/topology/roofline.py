@@ -1,7 +1,7 @@
 """Estimated prefill rate and decode step: bytes and operations of a stage against the card, plus the links.
 
-FORMULAS says how, and is printed with every plan. Of the constants one is taken from a published run and the others are
-assumptions; none is a measurement of this project. measured.py holds what was measured.
+FORMULAS says how, and is printed with every plan. Of the constants one is taken from a published run, those of NVLink
+and of a hop's hosts were measured between two GPUs, and the others are assumptions. measured.py holds measured layouts.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 PREFILL_SHARE = 0.1032  # of the card's TFLOP/s: chosen so that the published 4,507 tok/s come out (published.py)
 BANDWIDTH_SHARE = 0.7  # of the data sheet's bandwidth, assumed
 LAYER_OVERHEAD = 60e-6  # seconds a layer's small kernels take beside its weights, assumed
+HAND_OVER = (
+    516e-6  # seconds a hop takes the hosts of its two stages: measured between two NVIDIA H200 (docs/multi-gpu.md)
+)
 PROMPT = 65_536
 FORMULAS = (
     "decode step = passes x [sum over stages of (weights + cache read) / (GB/s x its share)",
@@ -32,7 +35,7 @@ FORMULAS = (
     "prefill chunk of a stage = max(operations / (TP x TFLOP/s x its share), weights / (GB/s x its share))",
     "              + per layer the two all-reduces, tokens x hidden each",
     "prefill tok/s = DP x tokens x chunks / ((chunks + PP - 1) x (slowest stage + hop))",
-    "all-reduce over n ranks = latency + 2 (n - 1) / n x bytes / GB/s; a hop = latency + bytes / GB/s",
+    "all-reduce over n ranks = latency + 2 (n - 1) / n x bytes / GB/s; a hop = hand-over + bytes / GB/s",
     "weights read in a decode step: all but the routed experts that none of its rows reaches, picked at random",
 )
 
@@ -104,7 +107,7 @@ def hop_bytes(config: ModelConfig) -> int:
 
 def _hop(config: ModelConfig, rows: float, links_: list[Link]) -> float:
     size = rows * hop_bytes(config)
-    return max((link.latency * 1e-6 + size / (link.rate * 1e9) for link in links_), default=0.0)
+    return max((HAND_OVER + size / (link.rate * 1e9) for link in links_), default=0.0)
 
 
 def _operations(config: ModelConfig, layer: int, context: float) -> float:
