@@ -78,8 +78,8 @@ def slowest(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def fitted(times: Mapping[str, float], size: int) -> dict[str, float]:
-    """The planner's constants: the latency is the time of the fewest rows, the rate what more bytes cost. ``size``:
-    bytes of a row that cross the link."""
+    """The planner's constants of an all-reduce: the latency is the time of the fewest rows, the rate what more bytes
+    cost. ``size``: bytes of a row that cross the link."""
     counts = sorted(map(int, times))
     few, many = counts[0], counts[-1]
     latency, more = times[str(few)], times[str(many)] - times[str(few)]

@@ -155,7 +155,8 @@ def joined(model: pathlib.Path) -> dict[str, Any]:
     row, hop = 2 * config.hidden_size, hop_bytes(config)
     reduced = links.slowest(engine.llm.collective_rpc(links.all_reduces, args=(config.hidden_size,)))
     handed = links.slowest(engine.llm.collective_rpc(links.hops, args=(hop,)))
-    constants = {"all_reduce": links.fitted(reduced, row), "hop": links.fitted(handed, hop)}
+    hand_over = {"latency_us": round(handed["1"], 2)}  # the hosts' part, behind which the bytes of 2,048 rows hide
+    constants = {"all_reduce": links.fitted(reduced, row), "hop": hand_over}
     facts = {f"{name}_{key}": value for name, pair in constants.items() for key, value in pair.items()}
     return engine.result(**facts) | {"all_reduce_us": reduced, "hop_us": handed, "constants": constants}
 
@@ -304,14 +305,16 @@ def _times(results: dict[str, Any]) -> list[str]:
         "",
         "Each layout alone on its GPUs, with graphs. Planned: `deepinfer-sm80 plan`'s formulas for these cards and one",
     ]
-    lines += ["request; its chunk is one of a 64K prompt. Milliseconds.", ""]
-    lines += ["| layout | decode, 1 request | planned | 8 requests | 64 requests | 2,048-token prompt | planned |"]
-    lines += ["|---|---|---|---|---|---|---|"]
+    lines += ["request; its chunk is one of a 64K prompt. Milliseconds; rows of one commit are of one host.", ""]
+    lines += [
+        "| layout | decode, 1 request | planned | 8 requests | 64 requests | 2,048-token prompt | planned | commit |"
+    ]
+    lines += ["|---|---|---|---|---|---|---|---|"]
     for name, run in rows.items():
         facts, plan = run["facts"], run.get("planned", {})
         steps = [facts[f"decode_ms_batch_{batch}"] for batch in (1, 8, 64)]
         cells = [steps[0], _rounded(plan.get("decode_ms_batch_1")), *steps[1:], facts["prefill_ms_2048"]]
-        cells.append(_rounded(plan.get("prefill_ms_2048")))
+        cells += [_rounded(plan.get("prefill_ms_2048")), run.get("commit", "")]
         lines.append(f"| {name} | {' | '.join(map(str, cells))} |")
     return lines
 
@@ -328,11 +331,12 @@ def _links(results: dict[str, Any]) -> list[str]:
     lines += ["stage hands its rows over.", "", "| rows | all-reduce | hop |", "|---|---|---|"]
     for count, took in run["all_reduce_us"].items():
         lines.append(f"| {int(count):,} | {took} | {run['hop_us'][count]} |")
-    pairs = [
-        f"{name.replace('_', '-')} {pair['latency_us']} us and {pair['gb_s']} GB/s"
-        for name, pair in run["constants"].items()
+    reduced, hop = run["constants"]["all_reduce"], run["constants"]["hop"]
+    lines += [
+        "",
+        f"The planner takes from it: an all-reduce {reduced['latency_us']} us and {reduced['gb_s']} GB/s, a hop",
     ]
-    return [*lines, "", f"The planner's constants from it: {', '.join(pairs)}."]
+    return [*lines, f"{hop['latency_us']} us of its hosts, behind which these bytes hide, and the link's GB/s."]
 
 
 def _ranks(results: dict[str, Any]) -> list[str]:

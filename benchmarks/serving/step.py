@@ -39,7 +39,8 @@ INTRODUCTION = """# A whole step, and where its time goes
 Written by `benchmarks/serving/step.py --report` from `benchmarks/results/*/step.jsonl`; do not edit. `kernels` is
 stock vLLM 0.33.0 with this plugin, `stock` its own path for the GPU that is named. Lowering `sm80`: the code of an
 A100 on the GPU that is named, not an A100's time. `ms` is a step by the clock, `kernels ms` the sum of what ran on the
-GPU (side streams overlap), launches are kernels, copies and fills of a step."""
+GPU (side streams overlap), launches are kernels, copies and fills of a step. Where `ms` is far above `kernels ms`, the
+host was the limit: such a clock says nothing about the kernels."""
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -121,21 +122,37 @@ def inside(arm: str, args: argparse.Namespace, build: object = None) -> list[dic
     return found
 
 
+def in_order(measured: list[dict[str, object]]) -> list[dict[str, object]]:
+    """By step and its size."""
+    return sorted(measured, key=lambda row: (row["step"].split("-")[0], int(row["step"].split("-")[1])))
+
+
+def table(measured: list[dict[str, object]]) -> list[str]:
+    """Lines of Markdown."""
+    lines = ["", "| step | context | arm | lowering | ms | kernels ms | launches | a layer | graph |"]
+    lines += ["|---|---:|---|---|---:|---:|---:|---:|---|"]
+    for r in measured:
+        lines.append(
+            f"| {r['step']} | {r['context'] or ''} | {r['arm']} | {r['lowering']} | {r['ms']:.2f} | "
+            f"{r['kernel_ms']:.2f} | {r['launches']:.0f} | {r['launches_per_layer']:.1f} | {r['graph'].lower()} |"
+        )
+    return lines
+
+
 def page(measured: list[dict[str, object]]) -> str:
     """The page docs/step-times.md."""
-    measured = sorted(measured, key=lambda row: (row["step"].split("-")[0], int(row["step"].split("-")[1])))
+    later = in_order(rows.alone(measured))
+    measured = in_order(rows.beside(measured))
     lines = [INTRODUCTION]
     for place in dict.fromkeys((row["gpu"], row["checkpoint"]) for row in measured):
         here = [row for row in measured if (row["gpu"], row["checkpoint"]) == place]
         commits = ", ".join(sorted({str(row["commit"])[:12] for row in here}))
         lines += ["", f"## {place[0]}, checkpoint `{place[1]}` ({here[0]['layers']} layers)", "", f"Commit {commits}."]
-        lines += ["", "| step | context | arm | lowering | ms | kernels ms | launches | a layer | graph |"]
-        lines += ["|---|---:|---|---|---:|---:|---:|---:|---|"]
-        for r in here:
-            lines.append(
-                f"| {r['step']} | {r['context'] or ''} | {r['arm']} | {r['lowering']} | {r['ms']:.2f} | "
-                f"{r['kernel_ms']:.2f} | {r['launches']:.0f} | {r['launches_per_layer']:.1f} | {r['graph'].lower()} |"
-            )
+        lines += table(here)
+        since = [row for row in later if (row["gpu"], row["checkpoint"]) == place]
+        if since:
+            commits = ", ".join(sorted({str(row["commit"])[:12] for row in since}))
+            lines += ["", f"One arm alone, later, at commit {commits}: its clock is of another host.", *table(since)]
         for arm in dict.fromkeys(row["arm"] for row in here):
             mine = [row for row in here if row["arm"] == arm]
             groups = list(dict.fromkeys(group for row in mine for group in row["groups"]))
@@ -151,7 +168,7 @@ def page(measured: list[dict[str, object]]) -> str:
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     if args.report:
-        print(page(rows.latest(rows.read_all(args.results, rows.STEPS), rows.STEP_IDENTITY)), end="")
+        print(page(rows.read_all(args.results, rows.STEPS)), end="")
         return 0
     if args.inside:
         inside(args.inside, args)

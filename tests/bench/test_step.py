@@ -171,13 +171,41 @@ def test_rows_are_written_as_they_come_and_the_page_shows_the_latest(profile, en
     assert found[0]["launches_per_layer"] == 0.25
     written = [json.loads(line) for line in (tmp_path / "nvidia-test-9000/step.jsonl").read_text().splitlines()]
     assert written == [*written[:2], *json.loads(json.dumps(found))]
-    measured = rows.latest(rows.read_all(tmp_path, rows.STEPS), rows.STEP_IDENTITY)
+    measured = rows.beside(rows.read_all(tmp_path, rows.STEPS))
     assert measured == written[2:]
     assert rows.summarise(tmp_path, ROOT / "docs/resources.md")["steps"] == measured
     page = module.page(measured)
     assert "## NVIDIA Test 9000, checkpoint `toy` (8 layers)" in page
     assert "| decode-2 | 1024 | kernels | sm80 | 1.00 | 0.04 | 2 | 0.2 | unknown |" in page
     assert "| sparse_mla_decode | 75.0% | 75.0% |" in page
+
+
+def step_row(arm, commit, time, step="decode-1", **more):
+    numbers = {"ms": float(time), "kernel_ms": 1.0, "launches": 8, "launches_per_layer": 1.0, "graph": "FULL"}
+    place = {"gpu": "a GPU", "checkpoint": "toy", "layers": 8, "context": 1024, "lowering": "sm80", "groups": {}}
+    return {**place, **numbers, "step": step, "arm": arm, "commit": commit, "time": f"2026-01-0{time}", **more}
+
+
+def test_only_arms_of_one_commit_stand_beside_one_another(monkeypatch):
+    module = load("step", monkeypatch)
+    both = [step_row("kernels", "aaa", 1), step_row("stock", "aaa", 2)]
+    older = [step_row("kernels", "000", 1), step_row("stock", "000", 1)]
+    later = step_row("kernels", "bbb", 5)
+    measured = [*older, *both, later]
+    assert rows.beside(measured) == both
+    assert rows.alone(measured) == [later]
+    page = module.page(measured)
+    whole, _, after = page.partition("One arm alone, later, at commit bbb: its clock is of another host.")
+    assert "Commit aaa." in whole
+    assert "| kernels | sm80 | 1.00 |" in whole
+    assert "| kernels | sm80 | 5.00 |" in after
+    assert "| kernels | sm80 | 5.00 |" not in whole
+    again = [*measured, step_row("stock", "bbb", 6)]
+    assert [row["commit"] for row in rows.beside(again)] == ["bbb", "bbb"]
+    assert rows.alone(again) == []
+    assert rows.beside([later, step_row("stock", "ccc", 6)]) == []
+    elsewhere = step_row("kernels", "ddd", 7, gpu="another")
+    assert rows.beside([*measured, elsewhere]) == [*both, elsewhere]
 
 
 def test_each_arm_has_its_environment(monkeypatch):
@@ -207,6 +235,6 @@ def test_an_arm_that_fails_does_not_end_the_other(monkeypatch, tmp_path, capsys)
 
 def test_the_committed_page_shows_the_committed_rows(monkeypatch):
     module = load("step", monkeypatch)
-    measured = rows.latest(rows.read_all(ROOT / "benchmarks/results", rows.STEPS), rows.STEP_IDENTITY)
+    measured = rows.read_all(ROOT / "benchmarks/results", rows.STEPS)
     assert {row["step"] for row in measured} == {"decode-1", "decode-8", "decode-64", "prefill-2048"}
     assert (ROOT / "docs/step-times.md").read_text(encoding="utf-8") == module.page(measured)

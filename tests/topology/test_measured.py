@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from deepinfer_sm80 import cli
-from deepinfer_sm80.topology import measured, page
-from deepinfer_sm80.topology.cluster import KNOWN, cluster, same_card
+from deepinfer_sm80.topology import measured, page, roofline
+from deepinfer_sm80.topology.cluster import KNOWN, LINKS, Link, cluster, same_card
 
 ROOT = Path(__file__).parents[2]
 COMMITTED = {
@@ -21,7 +21,9 @@ A100 = dataclasses.replace(measured.ROWS[0], gpu="NVIDIA A100-SXM4-80GB", decode
 
 
 def key(row):
-    return f"tp{row.tp}" + ("-ep" if row.ep > 1 else "") + ("-ring" if row.way else "")
+    return (
+        (f"pp{row.pp}" if row.pp > 1 else f"tp{row.tp}") + ("-ep" if row.ep > 1 else "") + ("-ring" if row.way else "")
+    )
 
 
 def test_the_rows_are_the_committed_ones():
@@ -34,9 +36,25 @@ def test_the_rows_are_the_committed_ones():
         assert (facts["decode_ms_batch_1"], facts["prefill_ms_2048"]) == (row.decode_ms, row.prefill_ms)
 
 
+def test_the_constants_of_links_are_those_that_were_measured():
+    """They are rounded as the file has them."""
+    found = [
+        json.loads(path.read_text(encoding="utf-8")) for path in (ROOT / "benchmarks/results").glob("*/*/links.json")
+    ]
+    (run,) = [content for content in found if content["ok"]]
+    pair = run["constants"]["all_reduce"]
+    assert (LINKS["nvlink"].latency, LINKS["nvlink"].rate) == (pair["latency_us"], pair["gb_s"])
+    assert run["gpu"] in LINKS["nvlink"].source
+    assert pytest.approx(run["constants"]["hop"]["latency_us"], abs=0.5) == 1e6 * roofline.HAND_OVER
+    assert {link.source for name, link in LINKS.items() if name != "nvlink"} == {"assumed"}
+
+
 @pytest.mark.parametrize("row", measured.ROWS, ids=key)
-def test_the_estimates_are_those_that_were_stored_beside_the_times(row):
-    """The formulas gave the same when the times were taken: whoever changes them sees what that does to real times."""
+def test_the_estimates_are_those_that_were_stored_beside_the_times(row, monkeypatch):
+    """The formulas gave the same when the times were taken: whoever changes them sees what that does to real times.
+    Link and hand-over were assumed then."""
+    monkeypatch.setitem(LINKS, "nvlink", Link("nvlink", 200.0, 12.0))
+    monkeypatch.setattr(roofline, "HAND_OVER", 12e-6)
     planned = COMMITTED[key(row)]["planned"]
     assert row.estimated() == pytest.approx((planned["decode_ms_batch_1"], planned["prefill_ms_2048"]), rel=1e-6)
 
@@ -46,7 +64,7 @@ def test_a_plan_says_that_nothing_was_measured_on_the_card_and_what_was_elsewher
     out = capsys.readouterr().out
     assert "nothing here was measured on these GPUs" in out
     assert "\nMeasured: no layout was measured on A100 or any other Ampere GPU. Elsewhere (estimated" in out
-    assert "  NVIDIA H200, layer checkpoint, TP1: 1.89 / 2.92, 159 / 54\n" in out
+    assert "  NVIDIA H200, layer checkpoint, TP1: 1.89 / 2.95, 159 / 53\n" in out
     cli.main(["plan", "--gpus", "8xA100-80GB", "--json"])
     found = json.loads(capsys.readouterr().out)["estimates"]["measured"]
     assert found["on_these_gpus"] is False
@@ -64,7 +82,7 @@ def test_a_row_of_the_card_stands_in_its_plan(capsys, monkeypatch):
     assert re.search(
         r"\nMeasured on A100 \(estimated.*\n  NVIDIA A100-SXM4-80GB, layer checkpoint, TP1: .* / 7.12, ", out
     )
-    assert "H200" not in out
+    assert "NVIDIA H200, layer" not in out
     assert measured.as_json(cluster("8xA100-80GB").gpu)["on_these_gpus"] is True
     cli.main(["plan", "--gpus", "8xA100-40GB"])
     assert "no layout was measured on A100." in measured.lines(cluster("8xA100-40GB").gpu)[0], "another size"

@@ -130,6 +130,29 @@ def latest(rows: Iterable[Row], identity: Sequence[str] = IDENTITY) -> list[Row]
     return [found[key] for key in sorted(found)]
 
 
+def beside(rows: Iterable[Row]) -> list[Row]:
+    """Of step rows, those to set beside one another, ordered: for each GPU and checkpoint the latest of the last commit
+    that has every arm. Arms of two runs differ by the host and by what else it did; without such a commit, none."""
+    places: dict[tuple[Any, Any], dict[str, list[Row]]] = {}
+    for row in rows:
+        commits = places.setdefault((row["gpu"], row["checkpoint"]), {})
+        commits[row["commit"]] = [*commits.pop(row["commit"], []), row]  # the last written comes last
+    found = []
+    for commits in places.values():
+        arms = {row["arm"] for run in commits.values() for row in run}
+        whole = [run for run in commits.values() if {row["arm"] for row in run} == arms]
+        found += whole[-1] if whole else []
+    return latest(found, STEP_IDENTITY)
+
+
+def alone(rows: Sequence[Row]) -> list[Row]:
+    """Of step rows, the latest that are newer than those of ``beside``, of arms that were measured without another."""
+    shown = beside(rows)
+    newest = {(row["gpu"], row["checkpoint"]): row["time"] for row in sorted(shown, key=lambda row: str(row["time"]))}
+    newer = [row for row in rows if row["time"] > newest.get((row["gpu"], row["checkpoint"]), "")]
+    return [row for row in latest(newer, STEP_IDENTITY) if row not in shown]
+
+
 def read_all(results: Path, name: str) -> list[Row]:
     """The rows of every GPU's file of this name."""
     return [row for path in sorted(results.glob(f"*/{name}")) for row in read_rows(path)]
@@ -140,7 +163,7 @@ def summarise(results: Path, resource_page: Path) -> dict[str, Any]:
     return {
         "resources": read_resources(resource_page),
         "rows": latest(read_all(results, ROWS)),
-        "steps": latest(read_all(results, STEPS), STEP_IDENTITY),
+        "steps": beside(read_all(results, STEPS)),
     }
 
 
