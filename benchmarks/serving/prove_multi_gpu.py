@@ -6,7 +6,8 @@
 
 Every stage is a process that starts an engine, takes prompt log-probabilities and greedy tokens, and writes
 OUT/NAME.json; ``compare`` judges each layout against ``tp1``. --together starts the layouts at once, each with a
-fixed KV cache of 2 GiB; the times come after them, one after the other. On GPUs that are not compute capability 8.x,
+fixed KV cache of 2 GiB; the times come after them, one after the other. Without --stage all are run that the GPUs here
+are enough for. On GPUs that are not compute capability 8.x,
 --capability 8.0 and the test aid ``ampere_disguise`` (PYTHONPATH) are needed. NVLink multicast stays off: its users
 are switched off here, and the variables that forbid it are passed on as they are.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import pathlib
 import re
@@ -51,8 +53,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2-ring": {"tensor_parallel_size": 2, "disable_custom_all_reduce": True},
     "pp2": {"pipeline_parallel_size": 2},
     "pp2-eager": {"pipeline_parallel_size": 2, "enforce_eager": True},
+    "tp2-pp2": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+    "tp2-pp2-eager": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "enforce_eager": True},
 }
-TIMED = {f"{name}-times": name for name in ("tp1", "tp2", "tp2-ep", "tp2-ring", "pp2")}  # alone, never together
+TIMED = {
+    f"{name}-times": name for name in ("tp1", "tp2", "tp2-ep", "tp2-ring", "pp2", "tp2-pp2")
+}  # alone, never together
 CARDS = {"NVIDIA H200": "H200:141GB:4800GB/s:989TFLOPS"}  # as the planner takes a card it does not know
 RANKS_PROMPT = 1500  # tokens of the prompt whose chosen rows and hand-overs every rank notes
 ENVIRONMENT = {"tp2-ring": {"NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}}
@@ -67,6 +73,18 @@ STAGES = (*LAYOUTS, *TIMED, LINKS, "compare")
 TOP = 5  # log-probabilities kept of each greedy step: more than two may tie
 JUDGED = "how far one GPU's best led the token that was taken"
 VALUES = ("prompt_logprobs", "top")  # what ``compare`` needs and nobody reads: in OUT/NAME.values
+
+
+def ways(name: str) -> tuple[int, int]:
+    """Tensor-parallel ranks of a stage of the pipeline, and such stages, of a layout or of its times."""
+    options = LAYOUTS[TIMED.get(name, name)]
+    return options.get("tensor_parallel_size", 1), options.get("pipeline_parallel_size", 1)
+
+
+def gpus_of(name: str) -> int:
+    """GPUs that a stage of this script takes."""
+    others = {LINKS: 2, "compare": 0}
+    return others[name] if name in others else math.prod(ways(name))
 
 
 def run_stage(name: str, args: argparse.Namespace) -> int:
@@ -96,9 +114,9 @@ def layout(name: str, model: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
     ]
     outputs = engine.generate(engine.prompts, logprobs=TOP)
     stages.require_finite(outputs)
-    found = engine.result(gpus=options.get("tensor_parallel_size", 1) * options.get("pipeline_parallel_size", 1))
+    found = engine.result(gpus=gpus_of(name))
     if options.get("enforce_eager"):
-        found |= asked_of_ranks(engine, config_of(model), options.get("pipeline_parallel_size", 1) > 1)
+        found |= asked_of_ranks(engine, config_of(model), ways(name)[1])
     return found | {
         "prompt_logprobs": prompt_logprobs,
         "tokens": stages.tokens_of(outputs),
@@ -106,9 +124,10 @@ def layout(name: str, model: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
     }
 
 
-def asked_of_ranks(engine: Any, config: ModelConfig, pipeline: bool) -> dict[str, Any]:
-    """Whether all ranks choose the same rows, and the bytes per token that a pipeline stage hands over. Raises
-    AssertionError for rows that differ, for bytes that are not the planner's, and where nothing was noted."""
+def asked_of_ranks(engine: Any, config: ModelConfig, stages: int) -> dict[str, Any]:
+    """Whether all ranks of each of the pipeline's ``stages`` choose the same rows, and the bytes per token that a stage
+    hands over. Raises AssertionError for rows that differ, for bytes that are not the planner's, and where nothing was
+    noted."""
     import ranks
 
     from deepinfer_sm80.topology.roofline import hop_bytes
@@ -120,14 +139,15 @@ def asked_of_ranks(engine: Any, config: ModelConfig, pipeline: bool) -> dict[str
     differing = ranks.differing(answers)
     if differing:
         raise AssertionError(f"the ranks chose different rows in layers {', '.join(differing)}: {answers}")
-    lacking = ranks.missing(answers, config.index_source_layer_ids, pipeline)
+    lacking = ranks.missing(answers, config.index_source_layer_ids, stages)
     if lacking:
         raise AssertionError(f"the ranks did not note everything: {lacking}")
     hops = ranks.per_token(answers)
     if any(size != hop_bytes(config) for size in hops):
         raise AssertionError(f"a hop carries {hops} bytes a token, the planner says {hop_bytes(config)}")
     layers = len(config.index_source_layer_ids)
-    return {"ranks": len(answers), "hop_bytes": hops} | ({} if pipeline else {"layers_with_equal_rows": layers})
+    equal = {"layers_with_equal_rows": layers} if len(answers) > stages else {}
+    return {"ranks": len(answers), "hop_bytes": hops} | equal
 
 
 def timed(name: str, model: pathlib.Path) -> dict[str, Any]:
@@ -168,7 +188,7 @@ def cut(options: dict[str, Any], model: pathlib.Path) -> None:
 
 
 def planned(name: str, config: ModelConfig, gpu: str) -> dict[str, float]:
-    """What the planner expects of a timed layout on two cards ``gpu``: milliseconds of a decode step of one request and
+    """What the planner expects of a timed layout on cards ``gpu``: milliseconds of a decode step of one request and
     of a chunk of a 64K prompt, and the bytes of a token that a hop carries."""
     from deepinfer_sm80.topology.cluster import cluster
     from deepinfer_sm80.topology.cuts import even_split, halves
@@ -176,12 +196,11 @@ def planned(name: str, config: ModelConfig, gpu: str) -> dict[str, float]:
     from deepinfer_sm80.topology.layout import Layout, Setting
     from deepinfer_sm80.topology.roofline import PROMPT, estimate, hop_bytes
 
-    options = LAYOUTS[TIMED[name]]
-    pp, tp = options.get("pipeline_parallel_size", 1), options.get("tensor_parallel_size", 1)
+    options, (tp, pp) = LAYOUTS[TIMED[name]], ways(name)
     layers = even_split(config.num_hidden_layers, pp) if pp == 1 else halves(config)
     layout = Layout(layers, (tp,) * pp, ep=tp if options.get("enable_expert_parallel") else 1)
     setting = Setting(context=2048, streams=1, speculation=0)
-    found = estimate(weights(config), layout, setting, cluster(f"2x{gpu}", link="nvlink"), PROMPT)
+    found = estimate(weights(config), layout, setting, cluster(f"{tp * pp}x{gpu}", link="nvlink"), PROMPT)
     chunk = 1e3 * setting.batched_tokens / found.replay_off
     return {"decode_ms_batch_1": found.decode_ms, "prefill_ms_2048": chunk, "hop_bytes": hop_bytes(config)}
 
@@ -247,8 +266,8 @@ def report(out: pathlib.Path) -> str:
         "every layer computed for every token. Log-probabilities of the same prompts against one GPU, and greedy",
         f"tokens, 64 for each of eight prompts; where they part, {_judged(results)}.",
         "",
-        f"GPUs: two {machine.get('gpu')}, code for {machine.get('lowering')}; torch {machine.get('torch')}, "
-        f"Triton {machine.get('triton')}. Commit {_all(results, 'commit') or 'not recorded'}.",
+        f"GPUs: {_gpus(results)} x {machine.get('gpu')}, code for {machine.get('lowering')}; torch "
+        f"{machine.get('torch')}, Triton {machine.get('triton')}. Commit {_all(results, 'commit') or 'not recorded'}.",
         "",
         _checkpoint(results),
         "",
@@ -275,6 +294,10 @@ def report(out: pathlib.Path) -> str:
 def _all(results: dict[str, Any], key: str) -> str:
     """What the results say under ``key``, every value once."""
     return ", ".join(sorted({run[key] for run in results.values() if run.get(key)}))
+
+
+def _gpus(results: dict[str, Any]) -> int:
+    return max((run.get("facts", {}).get("gpus", 1) for run in results.values()), default=0)
 
 
 def _checkpoint(results: dict[str, Any]) -> str:
@@ -359,6 +382,17 @@ def _rounded(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}"
 
 
+def gpus_here() -> int:
+    """GPUs that torch sees; 0 without torch or a GPU."""
+    from deepinfer_sm80.hardware import torch_sees_a_gpu
+
+    if not torch_sees_a_gpu():
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
 def inside(name: str, args: argparse.Namespace) -> None:
     try:
         if name == "compare":
@@ -400,6 +434,14 @@ def main() -> int:
         inside(args.inside, args)
         return 0
     names = args.stage or list(STAGES)
+    here = gpus_here()
+    if args.stage is None and here:
+        names = [name for name in STAGES if gpus_of(name) <= here]
+    elif here and max(map(gpus_of, names)) > here:
+        large = max(names, key=gpus_of)
+        parser.error(
+            f"--stage {large} takes {gpus_of(large)} GPUs, found {here}: leave it out, or use a larger machine"
+        )
     if any(name != "compare" for name in names):
         require_checkpoint(parser, args.model)
         require_engine(parser)

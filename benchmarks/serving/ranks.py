@@ -62,13 +62,15 @@ def noted(worker: Any) -> dict[str, Any]:
     return {"rank": worker.rank, "rows": digests, "sent": watched.sent}
 
 
-def missing(ranks: list[dict[str, Any]], layers: tuple[int, ...], pipeline: bool) -> str:
-    """What the answers lack: every one of ``layers`` noted, by every rank, in a pipeline by one; "" if nothing."""
-    wanted = 1 if pipeline else len(ranks)
+def missing(ranks: list[dict[str, Any]], layers: tuple[int, ...], stages: int) -> str:
+    """What the answers lack: every one of ``layers`` noted by all ranks of one of the pipeline's ``stages``, and what
+    is handed over by all ranks but those of the last; "" if nothing."""
+    wanted = len(ranks) // stages
     seen = {layer: sum(str(layer) in rank["rows"] for rank in ranks) for layer in layers}
     wrong = [f"layer {layer} by {count} instead of {wanted}" for layer, count in seen.items() if count != wanted]
-    if pipeline and not any(rank["sent"] for rank in ranks):
-        wrong.append("no hand-over between stages")
+    handing = sum(bool(rank["sent"]) for rank in ranks)
+    if handing != len(ranks) - wanted:
+        wrong.append(f"a hand-over by {handing} ranks instead of {len(ranks) - wanted}")
     return ", ".join(wrong)
 
 

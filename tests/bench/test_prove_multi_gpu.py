@@ -114,30 +114,36 @@ def test_ranks_that_choose_otherwise_fail_the_layout(proof, ranks):
 
     config = types.SimpleNamespace(index_source_layer_ids=(2,), hc_mult=4, hidden_size=5120)
     with pytest.raises(AssertionError, match="different rows in layers 2"):
-        proof.asked_of_ranks(Engine(), config, pipeline=False)
+        proof.asked_of_ranks(Engine(), config, 1)
     answers[1]["rows"] = {"2": "a"}
     engine = Engine()
-    found = proof.asked_of_ranks(engine, config, pipeline=False)
+    found = proof.asked_of_ranks(engine, config, 1)
     assert found == {"ranks": 2, "layers_with_equal_rows": 1, "hop_bytes": []}
     assert engine.asked == [ranks.watch, ranks.noted]
 
 
+SENT = (10, 10 * 40_976)
+
+
 @pytest.mark.parametrize(
-    ("rows", "sent", "pipeline", "problem"),
+    ("rows", "sent", "stages", "problem"),
     [
-        (({}, {}), ([], []), False, "layer 2 by 0 instead of 2"),
-        (({"2": "a"}, {}), ([], []), False, "layer 2 by 1 instead of 2"),
-        (({"2": "a"}, {}), ([], []), True, "no hand-over"),
-        (({"2": "a"}, {}), ([(10, 10 * 41_000)], []), True, "the planner says 40976"),
+        (({}, {}), ([], []), 1, "layer 2 by 0 instead of 2"),
+        (({"2": "a"}, {}), ([], []), 1, "layer 2 by 1 instead of 2"),
+        (({"2": "a"}, {}), ([], []), 2, "a hand-over by 0 ranks instead of 1"),
+        (({"2": "a"}, {}), ([(10, 10 * 41_000)], []), 2, "the planner says 40976"),
+        (({}, {}, {"2": "a"}, {}), ([SENT], [SENT], [], []), 2, "layer 2 by 1 instead of 2"),
+        (({}, {}, {"2": "a"}, {"2": "a"}), ([SENT], [], [], []), 2, "a hand-over by 1 ranks instead of 2"),
+        (({}, {}, {"2": "a"}, {"2": "b"}), ([SENT], [SENT], [], []), 2, "different rows in layers 2"),
     ],
 )
-def test_ranks_that_noted_too_little_fail_the_layout(proof, rows, sent, pipeline, problem):
-    answers = [{"rank": r, "rows": rows[r], "sent": sent[r]} for r in (0, 1)]
+def test_ranks_that_noted_too_little_fail_the_layout(proof, rows, sent, stages, problem):
+    answers = [{"rank": r, "rows": rows[r], "sent": sent[r]} for r in range(len(rows))]
     engine = types.SimpleNamespace(prompts=([2] * proof.RANKS_PROMPT,), generate=lambda prompts, tokens: None)
     engine.llm = types.SimpleNamespace(collective_rpc=lambda what: answers)
     config = types.SimpleNamespace(index_source_layer_ids=(2,), hc_mult=4, hidden_size=5120)
     with pytest.raises(AssertionError, match=problem):
-        proof.asked_of_ranks(engine, config, pipeline)
+        proof.asked_of_ranks(engine, config, stages)
 
 
 def test_the_page_names_commit_and_checkpoint(proof, tmp_path):
@@ -215,6 +221,42 @@ def test_times_are_taken_alone_after_the_layouts(proof, monkeypatch, tmp_path):
 )
 def test_the_page_shows_the_line_that_names_the_exception(proof, error, line):
     assert proof.named(error) == line
+
+
+def test_two_stages_of_two_ranks(proof):
+    answers = [
+        {"rank": r, "rows": {"2": "a"} if r > 1 else {"0": "c"}, "sent": [SENT] if r < 2 else []} for r in range(4)
+    ]
+    engine = types.SimpleNamespace(prompts=([2] * proof.RANKS_PROMPT,), generate=lambda prompts, tokens: None)
+    engine.llm = types.SimpleNamespace(collective_rpc=lambda what: answers)
+    config = types.SimpleNamespace(index_source_layer_ids=(0, 2), hc_mult=4, hidden_size=5120)
+    found = proof.asked_of_ranks(engine, config, 2)
+    assert found == {"ranks": 4, "layers_with_equal_rows": 2, "hop_bytes": [40_976.0, 40_976.0]}
+    assert proof.ways("tp2-pp2-times") == proof.ways("tp2-pp2-eager") == (2, 2)
+    sizes = {name: proof.gpus_of(name) for name in ("tp1", "tp2-ring", "pp2-times", "tp2-pp2", "links", "compare")}
+    assert sizes == {"tp1": 1, "tp2-ring": 2, "pp2-times": 2, "tp2-pp2": 4, "links": 2, "compare": 0}
+    hop = proof.planned("tp2-pp2-times", preset("layer"), proof.CARDS["NVIDIA H200"])
+    assert (
+        hop["decode_ms_batch_1"]
+        < proof.planned("pp2-times", preset("layer"), proof.CARDS["NVIDIA H200"])["decode_ms_batch_1"]
+    )
+
+
+def test_stages_for_more_gpus_than_there_are(proof, monkeypatch, tmp_path, capsys):
+    ran = []
+    monkeypatch.setattr(proof, "run_stage", lambda name, args: ran.append(name) or 0)
+    monkeypatch.setattr(proof, "require_engine", lambda parser: None)
+    monkeypatch.setattr(proof, "gpus_here", lambda: 2)
+    (tmp_path / "config.json").touch()
+    command = ["prove_multi_gpu.py", "--out", str(tmp_path), "--model", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", command)
+    assert proof.main() == 0
+    assert "links" in ran
+    assert not any(proof.gpus_of(name) > 2 for name in ran)
+    monkeypatch.setattr(sys, "argv", [*command, "--stage", "tp1", "--stage", "tp2-pp2"])
+    with pytest.raises(SystemExit):
+        proof.main()
+    assert "--stage tp2-pp2 takes 4 GPUs, found 2: leave it out" in capsys.readouterr().err
 
 
 @pytest.fixture
