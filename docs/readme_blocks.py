@@ -133,11 +133,6 @@ LIMITS: tuple[tuple[str, Callable[[Iterable[Result]], bool]], ...] = (
 
 
 KINDS: tuple[tuple[str, Callable[[], bool]], ...] = (
-    (
-        "in a pipeline, with success: vLLM stopped on the rank of the first layers; a cause is mended, the "
-        "correction has not run yet",
-        lambda: ran.PIPELINES,
-    ),
     ("with data parallel replicas", lambda: ran.REPLICAS),
     (f"on more than {ran.GPUS} GPUs at once", lambda: False),
 )
@@ -156,7 +151,7 @@ def _wrapped(text: str, indent: str = "") -> str:
 
 
 def serve() -> str:
-    """For each of MACHINES the command that ``plan`` gives for the best layout that nothing is known to stop."""
+    """For each of MACHINES the command that ``plan`` gives for the best layout that vLLM serves."""
     parts = []
     for name, gpus in MACHINES:
         best = _plan(gpus)["best_servable"]

@@ -17,16 +17,15 @@ FOUND = weights(ModelConfig())
 SETTING = Setting()
 
 
-@pytest.mark.parametrize("standing", [Standing.SERVABLE, Standing.STOPPED])
 @pytest.mark.parametrize(("gpus", "hosts"), [("8xA6000-48GB", 1), ("16x24GB", 1), ("16x24GB", 2), ("6xA100-64GB", 1)])
-def test_the_longest_context_fits_and_the_next_does_not(gpus, hosts, standing):
+def test_the_longest_context_fits_and_the_next_does_not(gpus, hosts):
     group = cluster(gpus, hosts)
-    offer = longest(FOUND, group, SETTING, standing=standing)
+    offer = longest(FOUND, group, SETTING)
     assert offer.context % 4096 == 0
 
     def holding(context):
         rows = plan(FOUND, group, dataclasses.replace(SETTING, context=context))
-        return [row.layout for row in rows if row.fits and row.standing <= standing]
+        return [row.layout for row in rows if row.servable]
 
     assert holding(offer.context)[0] == offer.row.layout, "the best at that context"
     assert offer.row.command
@@ -34,13 +33,12 @@ def test_the_longest_context_fits_and_the_next_does_not(gpus, hosts, standing):
     assert offer.context == SETTING.context or not holding(offer.context + 4096)
 
 
-def test_what_runs_is_offered_beside_a_pipeline_that_holds_more(monkeypatch):
+def test_a_pipeline_is_offered_where_it_holds_what_nothing_else_does():
     group = cluster("8xA6000-48GB")
     offer = servable(FOUND, group, SETTING)
+    assert (offer.context, offer.row.layout.name) == (SETTING.context, "TP4 x PP2 [20,20]")
+    offer = servable(FOUND, group, SETTING, only=Only(pp=1))
     assert (offer.context, offer.row.layout.name) == (1_044_480, "TP8 + EP8")
-    monkeypatch.setattr(ran, "PIPELINES", True)
-    offer = servable(FOUND, group, SETTING)
-    assert (offer.context, offer.row.layout.pp) == (SETTING.context, 2)
 
 
 def test_the_context_that_was_asked_for_is_offered_where_it_fits():
@@ -56,8 +54,7 @@ def test_offers_keep_to_the_sizes_that_were_asked_for():
     eight = longest(FOUND, a6000, SETTING, only=Only(tp=8))
     assert (eight.context, eight.row.layout.tp) == (1_044_480, 8)
     assert servable(FOUND, a6000, SETTING, only=Only(dp=2)).row.layout.dp == 2
-    assert servable(FOUND, a6000, SETTING, only=Only(pp=2)) is None
-    assert longest(FOUND, a6000, SETTING, only=Only(pp=2)).row.layout.pp == 2
+    assert servable(FOUND, a6000, SETTING, only=Only(pp=2)).row.layout.pp == 2
 
 
 def test_nothing_fits_and_nothing_is_offered():
@@ -80,7 +77,7 @@ def test_smallest_sets_are_the_smallest():
     found = {(s.cluster.label, s.standing): s for s in smallest_sets(FOUND, SETTING)}
     assert found["6xA100-64GB", Standing.REPLICAS].layout.tp_per_stage == (2, 2, 2)
     assert ("8xA100-80GB", Standing.SERVABLE) in found
-    assert found["8xA6000-48GB", Standing.STOPPED].layout.pp == 2
+    assert found["8xA6000-48GB", Standing.SERVABLE].layout.pp == 2
     for entry in found.values():
         row = judge(FOUND, entry.layout, entry.cluster, SETTING)
         assert (row.fits, row.standing) == (True, entry.standing)
@@ -88,17 +85,18 @@ def test_smallest_sets_are_the_smallest():
     assert not any(row.fits for row in plan(FOUND, cluster("5xA100-64GB"), SETTING))
 
 
-def test_every_card_has_a_set_without_a_pipeline_or_that_there_is_none():
+def test_every_card_has_a_set_that_vllm_serves_or_that_there_is_none():
     for setting, only in ((SETTING, ANY), (SETTING, Only(dp=1)), (dataclasses.replace(SETTING, context=32768), ANY)):
         sets = smallest_sets(FOUND, setting, only)
         for gpu in {entry.cluster.gpu for entry in sets}:
             of_card = [entry for entry in sets if entry.cluster.gpu is gpu]
             assert of_card[0].standing == Standing.SERVABLE
-            assert of_card[0].layout is None or of_card[0].layout.pp == 1
+            replicas = [e.layout.dp > 1 for e in of_card if e.layout and e.standing == Standing.SERVABLE]
+            assert replicas == sorted(replicas), "what has run comes first"
             counts = [entry.cluster.count for entry in of_card if entry.layout]
             assert counts == sorted(set(counts), reverse=True), "what is further from running needs fewer GPUs"
     lines = explain.smallest(smallest_sets(FOUND, SETTING, Only(dp=1)), SETTING, Only(dp=1)).splitlines()
-    assert "  RTX3090-24GB: no set of up to 32 GPUs without a pipeline" in lines
+    assert "  RTX3090-24GB: no set of up to 32 GPUs that vLLM serves" in lines
     assert lines[0] == "Smallest sets that hold one context of 1,048,576 tokens with --dp 1:"
 
 
@@ -115,23 +113,13 @@ def test_smallest_sets_have_the_memory_of_their_hosts():
     assert next(s.cluster.count for s in poor if s.cluster.label.endswith("A100-64GB")) == 16
 
 
-def test_pipelines_that_run_are_sets_like_any_other(monkeypatch):
-    monkeypatch.setattr(ran, "PIPELINES", True)
-    sets = smallest_sets(FOUND, SETTING)
-    assert not any(entry.standing == Standing.STOPPED for entry in sets)
-    assert any(entry.cluster.label == "8xA6000-48GB" and entry.standing == Standing.SERVABLE for entry in sets)
-    text = explain.smallest(sets, SETTING, ANY)
-    assert "have not run" not in text
-    assert "have not run with this plugin" not in " ".join(page.page().split())
-
-
 def test_sets_are_listed_with_what_is_to_know_of_them():
     text = explain.smallest(smallest_sets(FOUND, SETTING), SETTING, ANY)
     for words in (
         "  8xA6000-48GB as TP4 x PP2 [20,20] (a pipeline)",
         "  6xA100-64GB as TP2 x PP3 [14,13,13] (a pipeline, source replicas)",
-        "  16xA100-40GB as TP8 x DP2 + EP16 (2 hosts)",
-        ran.NO_PIPELINES,
+        "  16xA100-40GB as TP8 x PP2 [20,20] (2 hosts, a pipeline)",
+        "  24xA30-24GB as TP8 x DP3 + EP24 (3 hosts)",
         ran.NO_REPLICAS,
         "Several hosts need Ray, which has never run with this plugin.",
     ):

@@ -9,7 +9,7 @@ import pytest
 
 from deepinfer_sm80.errors import PlanError
 from deepinfer_sm80.model.config import ModelConfig
-from deepinfer_sm80.topology import explain, page, published, ran, roofline, serve
+from deepinfer_sm80.topology import explain, page, published, roofline, serve
 from deepinfer_sm80.topology.cluster import KNOWN, Cluster, Gpu, cluster
 from deepinfer_sm80.topology.cuts import best_split, even_split, legal_starts
 from deepinfer_sm80.topology.footprint import weights
@@ -99,23 +99,14 @@ def test_order_and_reasons():
     assert rows == plan(FOUND, cluster("8xA100-80GB"), SETTING), "the same twice"
 
 
-def test_a_pipeline_comes_after_what_runs_however_fast_it_would_be(monkeypatch):
-    group = cluster("16xA100-40GB", hosts=2)
-    rows = [row for row in plan(FOUND, group, SETTING) if row.fits and row.command]
-    assert rows[0].servable
-    piped = [row.layout.pp > 1 for row in rows]
-    assert piped == sorted(piped)
-    fastest = min(rows, key=lambda row: row.job_seconds(4))
-    assert fastest.layout.pp > 1
-    assert not fastest.servable
-    assert "pipelines have not run with this plugin" in fastest.why
-    monkeypatch.setattr(ran, "PIPELINES", True)
-    first = plan(FOUND, group, SETTING)[0]
-    assert (first.layout, first.servable, first.cautions[0].startswith("The command needs")) == (
-        fastest.layout,
-        True,
-        True,
-    )
+def test_a_pipeline_ranks_by_its_time_as_any_layout_that_vllm_serves():
+    rows = plan(FOUND, cluster("16xA100-40GB", hosts=2), SETTING)
+    served = [row for row in rows if row.servable]
+    assert rows[: len(served)] == served
+    assert {row.layout.pp > 1 for row in served} == {True, False}
+    assert [row.layout for row in served] == [r.layout for r in sorted(served, key=lambda row: row.job_seconds(4))]
+    assert served[0].layout.pp > 1
+    assert served[0].command.startswith("VLLM_PP_LAYER_PARTITION=20,20 vllm serve ")
 
 
 @pytest.mark.parametrize("only", [Only(tp=4), Only(pp=2), Only(dp=2), Only(2, 2, 2), Only(pp=1, dp=1)], ids=str)
@@ -355,7 +346,7 @@ def test_replicas_that_do_not_divide_the_hosts_have_no_command():
     ("layout", "gpus", "hosts", "words"),
     [
         (Layout((40,), (8,)), "8xA100-80GB", 1, ()),
-        (Layout((20, 20), (4, 4)), "8xA100-80GB", 1, ("Pipelines have not run", "without speculation")),
+        (Layout((20, 20), (4, 4)), "8xA100-80GB", 1, ("without speculation, which vLLM refuses over a pipeline",)),
         (Layout((40,), (4,), 2, 8), "8xA100-80GB", 1, ("replicas have never run", "189 GiB must be free")),
         (
             Layout((40,), (8,), 2, 16),

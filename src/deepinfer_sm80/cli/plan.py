@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from deepinfer_sm80.errors import PlanError, reason
 from deepinfer_sm80.model.config import ModelConfig
-from deepinfer_sm80.topology import answer, explain, offers, page, ran, serve
+from deepinfer_sm80.topology import answer, explain, offers, page, serve
 from deepinfer_sm80.topology.cluster import KNOWN, LINKS, Cluster, cluster, shown, size
 from deepinfer_sm80.topology.footprint import Weights, weights
 from deepinfer_sm80.topology.layout import Setting, legal_tp
@@ -134,32 +134,28 @@ def _instead(
     )
     short_of_ram = next((row.why for row in rows if row.engram == "disk" and holds(row.memory)), "")
     sizes = explain.with_sizes(only)
-    longest = offers.longest(found, group, setting, checkpoint, only)
     lines = [
         f"{group.label} does not hold a context of {setting.context:,} tokens{sizes}: {short_of_ram or why}.",
-        *_within(offer, longest, sizes),
+        *_within(offer, sizes),
     ]
     if only != ANY:
-        free = offers.servable(found, group, setting, checkpoint), offers.longest(found, group, setting, checkpoint)
-        gains = [gain for gain in free if gain and gain.context > (offer.context if offer else 0)]
-        unlike = {gain.row.layout: gain for gain in gains if not longest or gain.context > longest.context}
-        lines += [f"Without {only}: {explain.offered(gain)}." for gain in unlike.values()]
+        free = offers.servable(found, group, setting, checkpoint)
+        if free and free.context > (offer.context if offer else 0):
+            lines.append(f"Without {only}: {explain.offered(free)}.")
     sets = offers.smallest_sets(found, setting, only, group.ram)
     return "\n".join([*lines, "", explain.smallest(sets, setting, only)])
 
 
-def _within(offer: offers.Offer | None, longest: offers.Offer | None, sizes: str) -> list[str]:
-    """The best offer that is servable, with its command, and a longer context that is not."""
+def _within(offer: offers.Offer | None, sizes: str) -> list[str]:
+    """The longest context that vLLM serves, with its command."""
     if offer is None:
-        lines = [f"No context fits {ran.servable_kind()}{sizes}." if longest else f"No context fits{sizes}."]
-    else:
-        name, context = offer.row.layout.name, offer.context
-        lines = [f"What fits is a context of {context:,} tokens, as {name}: --context {context}."]
-        lines += [explain.command_lines(offer.row), explain.LIMIT]
-    if longest and longest.context > (offer.context if offer else 0):
-        name, context = f"{longest.row.layout.name}{explain.stop(longest.row)}", longest.context
-        lines.append(f"A context of {context:,} tokens would fit as {name}: --context {context}.")
-    return lines
+        return [f"No context fits{sizes}."]
+    name, context = offer.row.layout.name, offer.context
+    return [
+        f"What fits is a context of {context:,} tokens, as {name}: --context {context}.",
+        explain.command_lines(offer.row),
+        explain.LIMIT,
+    ]
 
 
 def _config(checkpoint: str | None) -> ModelConfig:

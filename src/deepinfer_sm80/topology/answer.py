@@ -25,7 +25,7 @@ def as_json(
     """The plan, best layout first. ``gib_per_rank``: one entry per rank of a replica; the key
     ``engram_host`` (or ``engram_disk``) is host memory, every other key GPU memory. ``expert_columns`` and
     ``tile_efficiency``: one entry per stage, padding included, and the share of it that the model has. ``servable``: it
-    fits, vLLM has a command, and nothing in that is known to fail; ``cautions``: what does fail, or never ran.
+    fits and vLLM has a command; ``cautions``: what in that never ran, or is left out.
     ``host_gib``: of RAM on the fullest host. ``prefill_tok_s``: the sum over replicas.
     ``best_servable``: the best such layout and its context, the one asked for or the longest that fits.
     ``estimates``: how ``prefill_tok_s`` and ``decode_ms`` were reckoned, and what was measured."""

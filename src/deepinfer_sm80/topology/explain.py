@@ -68,7 +68,7 @@ def in_full(row: Row, setting: Setting, config: ModelConfig) -> list[str]:
 
 def _first_what_runs(offer: Offer | None, setting: Setting, config: ModelConfig, only: Only) -> list[str]:
     """The best that can be served, at the context that it holds, where the best at the one asked for cannot be."""
-    lines = [f"Best {ran.servable_kind()}: {offered(offer, only)}", ""]
+    lines = [f"Best that vLLM serves: {offered(offer, only)}", ""]
     if offer is not None:
         at = dataclasses.replace(setting, context=offer.context)
         lines += [*in_full(offer.row, at, config), *([LIMIT] if offer.context < setting.context else []), ""]
@@ -88,13 +88,10 @@ def with_sizes(only: Only) -> str:
 
 
 def stop(row: Row) -> str:
-    """What keeps a layout that fits from being served, as a clause; empty where nothing is known to."""
+    """What keeps a layout that fits from being served, as a clause; empty where nothing does."""
     if row.standing == Standing.NONE:
         return " (vLLM has no command for it)"
-    replicas = "needs source replicas" if row.standing == Standing.REPLICAS else ""
-    pipeline = "a pipeline, which has not run with this plugin" if ran.stopped(row.layout.pp) else ""
-    clauses = "; ".join(filter(None, (replicas, pipeline)))
-    return f" ({clauses})" if clauses else ""
+    return " (needs source replicas)" if row.standing == Standing.REPLICAS else ""
 
 
 def every(
@@ -206,8 +203,7 @@ LIMIT = (
 def command_lines(row: Row) -> str:
     """The command and what to know before it is used, or that there is none and why."""
     if row.command:
-        title = "Command:" if row.standing == Standing.SERVABLE else "Its command, which is not one to use yet:"
-        return "\n".join([f"{title}\n  {row.command}", *row.cautions])
+        return "\n".join([f"Command:\n  {row.command}", *row.cautions])
     why = row.why.removeprefix("best: ")
     if row.with_replicas:
         return "\n".join(
@@ -229,7 +225,7 @@ def smallest(found: Sequence[Smallest], setting: Setting, only: Only) -> str:
     for entry in found:
         card = f"{entry.cluster.gpu.name}-{entry.cluster.gpu.memory}GB"
         if entry.layout is None:
-            kind = f" {ran.servable_kind()}" if entry.cluster.gpu in held else ""
+            kind = " that vLLM serves" if entry.cluster.gpu in held else ""
             lines.append(f"  {card}: no set of up to {MAX_SET} GPUs{kind}")
             continue
         tags = [f"{entry.cluster.hosts} hosts"] if entry.cluster.hosts > 1 else []
@@ -242,7 +238,6 @@ def smallest(found: Sequence[Smallest], setting: Setting, only: Only) -> str:
 def _of_the_sets(found: Sequence[Smallest]) -> list[str]:
     held = [(entry.layout, entry.cluster.hosts, entry.replicas) for entry in found if entry.layout]
     facts = (
-        (any(ran.stopped(layout.pp) for layout, _, _ in held), ran.NO_PIPELINES),
         (any(replicas for _, _, replicas in held), "Source replicas: neither vLLM nor this plugin places them yet."),
         (any(layout.dp > 1 for layout, _, _ in held) and not ran.REPLICAS, ran.NO_REPLICAS),
         (any(hosts > 1 for _, hosts, _ in held) and not ran.RAY, f"Several hosts need Ray, which {ran.NEVER}."),

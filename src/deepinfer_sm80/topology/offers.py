@@ -38,12 +38,12 @@ def servable(
     only: Only = ANY,
     rows: Sequence[Row] | None = None,
 ) -> Offer | None:
-    """The best layout with a command of which nothing is known to fail, at the context asked for, else at the longest
-    that one holds; None: none. ``rows``: the plan at the context asked for, where the caller has it."""
+    """The best layout that vLLM serves, at the context asked for, else at the longest that one holds; None: none.
+    ``rows``: the plan at the context asked for, where the caller has it."""
     for row in rows if rows is not None else plan(found, cluster, setting, checkpoint, only, replicas=False):
         if row.servable:
             return Offer(setting.context, row)
-    return longest(found, cluster, setting, checkpoint, only, Standing.SERVABLE)
+    return longest(found, cluster, setting, checkpoint, only)
 
 
 def longest(
@@ -52,19 +52,16 @@ def longest(
     setting: Setting,
     checkpoint: str = "DIR",
     only: Only = ANY,
-    standing: Standing = Standing.STOPPED,
 ) -> Offer | None:
-    """The longest context, in steps of 4,096 tokens, that a replica holds in a layout of this ``standing`` or nearer,
-    and the best such layout at it; None: none."""
+    """The longest context, in steps of 4,096 tokens, that a replica holds in a layout that vLLM serves, and the best
+    such layout at it; None: none."""
     best = 0
     for ways, dp, ep in shapes(found.config, cluster.count, only):
-        if standing == Standing.SERVABLE and ran.stopped(len(ways)):
-            continue
         low, high = best // STEP + 1, setting.context // STEP
         while low <= high:
             middle = (low + high) // 2
             at = dataclasses.replace(setting, context=middle * STEP)
-            if any(_holds(found, layout, cluster, at, standing) for layout in _cut(found, ways, dp, ep, cluster, at)):
+            if any(_holds(found, layout, cluster, at) for layout in _cut(found, ways, dp, ep, cluster, at)):
                 best, low = middle * STEP, middle + 1
             else:
                 high = middle - 1
@@ -72,7 +69,7 @@ def longest(
         return None
     at = dataclasses.replace(setting, context=best)
     rows = plan(found, cluster, at, checkpoint, only, replicas=False)
-    return next(Offer(best, row) for row in rows if row.fits and row.standing <= standing)
+    return next(Offer(best, row) for row in rows if row.servable)
 
 
 def _cut(found: Weights, ways: Ways, dp: int, ep: int, cluster: Cluster, setting: Setting) -> list[Layout]:
@@ -80,8 +77,8 @@ def _cut(found: Weights, ways: Ways, dp: int, ep: int, cluster: Cluster, setting
     return [Layout(split, ways, dp, ep) for split in cuts]
 
 
-def _holds(found: Weights, layout: Layout, cluster: Cluster, setting: Setting, standing: Standing) -> bool:
-    if serve.standing(found.config, layout, cluster)[0] > standing:
+def _holds(found: Weights, layout: Layout, cluster: Cluster, setting: Setting) -> bool:
+    if serve.standing(found.config, layout, cluster)[0] != Standing.SERVABLE:
         return False
     kept, _, short_of_ram = held(found, layout, setting, cluster)
     return holds(kept) and not short_of_ram
@@ -110,7 +107,7 @@ class Smallest:
 
 def smallest_sets(found: Weights, setting: Setting, only: Only = ANY, ram: int | None = None) -> list[Smallest]:
     """For every known card the smallest set, of up to 32, that holds one context, in hosts of ``ram`` bytes: one of a
-    kind that has run, then those that do with fewer GPUs what never ran, does not run, or needs source replicas."""
+    kind that has run, then those that do with fewer GPUs what never ran or needs source replicas."""
     out: list[Smallest] = []
     counts: dict[tuple[float, Standing, Only], tuple[int, Layout] | None] = {}
     for gpu in KNOWN:
@@ -133,7 +130,7 @@ def smallest_sets(found: Weights, setting: Setting, only: Only = ANY, ram: int |
 
 def _kinds(only: Only) -> list[tuple[Standing, Only]]:
     one = [] if ran.REPLICAS or only.dp is not None else [(Standing.SERVABLE, dataclasses.replace(only, dp=1))]
-    return [*one, *((standing, only) for standing in (Standing.SERVABLE, Standing.STOPPED, Standing.REPLICAS))]
+    return [*one, *((standing, only) for standing in (Standing.SERVABLE, Standing.REPLICAS))]
 
 
 def equal_hosts(gpu: Gpu, count: int, ram: int | None = None) -> Cluster:
@@ -152,7 +149,7 @@ def _smallest(
         if not serve.processes_fit(cluster):
             continue
         for ways, dp, ep in sorted(shapes(found.config, count, only), key=lambda shape: (-shape[0][0], shape[1:])):
-            if ran.stopped(len(ways)) if standing == Standing.SERVABLE else len(ways) == 1:
+            if standing == Standing.REPLICAS and len(ways) == 1:
                 continue
             if len(ways) > 1 and dp % 2 == 0 and 2 * ways[0] in legal_tp(found.config) and only == ANY:
                 continue  # a stage of twice the ranks and half the replicas holds no more on each

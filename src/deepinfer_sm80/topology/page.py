@@ -6,15 +6,14 @@ import textwrap
 from typing import TYPE_CHECKING
 
 from deepinfer_sm80.model.config import ModelConfig
-from deepinfer_sm80.topology import measured, published, ran, roofline
+from deepinfer_sm80.topology import measured, published, roofline
 from deepinfer_sm80.topology.cluster import Cluster, cluster
 from deepinfer_sm80.topology.cuts import legal_starts
 from deepinfer_sm80.topology.explain import capacity_chart, columns, memory_bars, smallest
 from deepinfer_sm80.topology.footprint import GIB, OUR_MULTIPLE, STOCK_MULTIPLE, Cut, Weights, expert_bytes, weights
 from deepinfer_sm80.topology.layout import Layout, Setting
-from deepinfer_sm80.topology.offers import longest, servable, smallest_sets
+from deepinfer_sm80.topology.offers import servable, smallest_sets
 from deepinfer_sm80.topology.search import ANY, Row, judge, plan
-from deepinfer_sm80.topology.serve import Standing
 from deepinfer_sm80.topology.tiles import tile
 
 if TYPE_CHECKING:
@@ -46,7 +45,7 @@ def page() -> str:
         _measured(),
         _others(found, setting),
         "## Will it fit?\n\nEqual hosts of up to eight GPUs; TP is tried from 8 down. A card's first set is the "
-        "nearest to what has run; the next ones have fewer GPUs and need more: DP, or what stands in brackets.\n\n```\n"
+        "nearest to what has run; the next ones have fewer GPUs and need more: DP, or source replicas.\n\n```\n"
         + smallest(smallest_sets(found, setting), setting, ANY)
         + "\n```\n",
     ]
@@ -98,9 +97,8 @@ def _weights(found: Weights) -> str:
 
 def _cuts(found: Weights) -> str:
     starts = ", ".join(map(str, legal_starts(found.config)))
-    stopped = "" if ran.PIPELINES else f"{ran.NO_PIPELINES} What follows is what they would give.\n\n"
     return (
-        f"## Where a pipeline may be cut\n\n{stopped}"
+        "## Where a pipeline may be cut\n\n"
         f"Stock vLLM lets a stage begin at layers {starts}: a layer that reads the cache of a KV source (2, 8, 14, 20) "
         "has to be on the source's stage. Layers 20-39, half of the weights, then stay together. With source replicas "
         "(a later stage keeps its own copy of the cache under the source's name) every cut is possible; the copy costs "
@@ -132,7 +130,6 @@ def _six(found: Weights, setting: Setting) -> list[str]:
             line("prefill with / without replay", _replay),
             line("decode step, ms", lambda r: f"{r.estimate.decode_ms:.1f}"),
             line("command", lambda r: "yes" if r.command else "with source replicas" if r.with_replicas else "none"),
-            line("runs with this plugin", lambda r: "no: a pipeline" if ran.stopped(r.layout.pp) else "never tried"),
         ],
     )
     chart = capacity_chart([(row.layout.name, row.memory.tokens) for row in rows])
@@ -267,7 +264,7 @@ def _others(found: Weights, setting: Setting) -> str:
         bars += [(f"{group.label} {row.layout.name}", row.memory.tokens if row.fits else 0) for row in planned[:1]]
         diagrams += [_diagram(f"{group.label}: {row.layout.name}", row) for row in planned[:1]]
     head = ("GPUs", "best layout", "GiB before KV, fullest rank", "tokens", "prefill tok/s", "step ms", "verdict")
-    sections.append(_table((*head, f"longest context {ran.servable_kind()}", "with a pipeline"), rows))
+    sections.append(_table((*head, "longest context that vLLM serves"), rows))
     sections.append("Tokens of KV cache against layout:\n\n```\n" + "\n".join(capacity_chart(bars)) + "\n```\n")
     return "\n".join([*sections, *diagrams])
 
@@ -275,8 +272,6 @@ def _others(found: Weights, setting: Setting) -> str:
 def _other(found: Weights, group: Cluster, planned: list[Row], setting: Setting) -> tuple[object, ...]:
     first = planned[0]
     offer = servable(found, group, setting, rows=planned)
-    stopped = longest(found, group, setting, standing=Standing.STOPPED)
-    longer = stopped and stopped.context > (offer.context if offer else 0)
     return (
         f"{group.label}, {group.hosts} host(s)",
         first.layout.name,
@@ -286,5 +281,4 @@ def _other(found: Weights, group: Cluster, planned: list[Row], setting: Setting)
         f"{first.estimate.decode_ms:.1f}",
         first.why,
         f"{offer.context:,} as {offer.row.layout.name}" if offer else "none",
-        f"{stopped.context:,} as {stopped.row.layout.name}" if stopped and longer else "not longer",
     )

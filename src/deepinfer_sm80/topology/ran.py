@@ -1,4 +1,4 @@
-"""What has run to its end with this plugin, the one place that says so.
+"""What has not run to its end with this plugin, the one place that says so.
 
 ``plan``, ``plan --smallest``, docs/05 and the README's commands and limits follow it (``make docs``);
 tests/topology/test_ran.py holds it against the committed results of benchmarks/results.
@@ -14,34 +14,17 @@ if TYPE_CHECKING:
     from deepinfer_sm80.topology.cluster import Cluster
     from deepinfer_sm80.topology.layout import Layout
 
-PIPELINES = True  # more than one pipeline stage
 REPLICAS = False  # data parallel
 RAY = False  # several hosts
 GPUS = 2  # the most at a time
 
-NO_PIPELINES = (
-    "Pipelines have not run with this plugin: vLLM stopped on the rank of the first layers; a cause is mended, the "
-    "correction has not run yet (plan --pp 1 leaves them out)."
-)
 NO_REPLICAS = "Data parallel replicas have never run with this plugin (plan --dp 1 leaves them out)."
 NEVER = "has never run with this plugin"
 
 
-def stopped(stages: int) -> bool:
-    """Whether a layout of ``stages`` pipeline stages needs what was tried and has not run with this plugin."""
-    return stages > 1 and not PIPELINES
-
-
-def servable_kind() -> str:
-    """How layouts that nothing is known to stop are called."""
-    return "that vLLM serves" if PIPELINES else "without a pipeline"
-
-
 def cautions(layout: Layout, cluster: Cluster) -> list[str]:
-    """Sentences to put beside the command of ``layout``: what in it has not run, never ran, or is taken as given."""
-    said = [NO_PIPELINES] if stopped(layout.pp) else []
-    if layout.dp > 1 and not REPLICAS:
-        said.append(NO_REPLICAS)
+    """Sentences to put beside the command of ``layout``: what in it never ran, or is taken as given."""
+    said = [NO_REPLICAS] if layout.dp > 1 and not REPLICAS else []
     if cluster.hosts > 1:
         said.append(f"The command needs a Ray cluster of the {cluster.hosts} hosts{'' if RAY else f', which {NEVER}'}.")
     elif cluster.count > HOST_GPUS:

@@ -49,8 +49,8 @@ ANY = Only()
 @dataclasses.dataclass(frozen=True)
 class Row:
     """A judged layout. ``engram``: where its tables are, ``host``, ``gpu`` or ``disk``. ``with_replicas``: the command
-    once this package places replicas of KV sources, where only that is missing. ``cautions``: what in the command does
-    not run, never ran, or is taken as given. ``host_gib``: of RAM on the fullest host, Engram's tables and the
+    once this package places replicas of KV sources, where only that is missing. ``cautions``: what in the command never
+    ran or is taken as given, and what it leaves out. ``host_gib``: of RAM on the fullest host, Engram's tables and the
     processes."""
 
     layout: Layout
@@ -69,7 +69,7 @@ class Row:
 
     @property
     def servable(self) -> bool:
-        """Whether it fits, vLLM has a command for it, and nothing in that is known to fail with this plugin."""
+        """Whether it fits and vLLM has a command for it."""
         return self.fits and self.standing == Standing.SERVABLE
 
     @property
@@ -185,8 +185,6 @@ def judge(found: Weights, layout: Layout, cluster: Cluster, setting: Setting, ch
     line = serve.command(layout, setting, cluster, checkpoint, engram) if fits and standing < Standing.NONE else None
     left_out = serve.notes(layout, setting) if line else ""
     reasons.append("" if missing else left_out)
-    if ran.stopped(layout.pp) and standing < Standing.NONE:
-        reasons.append("pipelines have not run with this plugin")
     why = "; ".join(filter(None, reasons)) or f"{layout.dp * kept.blocks / kept.per_request:.2f} contexts fit"
     shared = serve.sharing(config, layout, kept.tables, cluster) if line and engram == "host" else ""
     left_out = f"{left_out[:1].upper()}{left_out[1:]}." if left_out else ""

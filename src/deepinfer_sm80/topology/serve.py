@@ -8,7 +8,6 @@ import operator
 import shlex
 from typing import TYPE_CHECKING
 
-from deepinfer_sm80.topology import ran
 from deepinfer_sm80.topology.layout import legal_stock
 
 if TYPE_CHECKING:
@@ -26,10 +25,9 @@ RANK_RESERVE = 2.0
 class Standing(enum.IntEnum):
     """How near a layout is to being served, the nearest first."""
 
-    SERVABLE = 0  # vLLM has a command, and nothing in it is known to fail with this plugin
-    STOPPED = 1  # vLLM has a command, and it needs what has not run with this plugin (ran.py)
-    REPLICAS = 2  # a command once source replicas are placed
-    NONE = 3  # vLLM has no command
+    SERVABLE = 0  # vLLM has a command
+    REPLICAS = 1  # a command once source replicas are placed
+    NONE = 2  # vLLM has no command
 
 
 def standing(config: ModelConfig, layout: Layout, cluster: Cluster) -> tuple[Standing, str]:
@@ -46,7 +44,7 @@ def standing(config: ModelConfig, layout: Layout, cluster: Cluster) -> tuple[Sta
             Standing.REPLICAS,
             "a cut inside a KV-sharing group needs source replicas, which stock vLLM does not place",
         )
-    return (Standing.STOPPED if ran.stopped(layout.pp) else Standing.SERVABLE), ""
+    return Standing.SERVABLE, ""
 
 
 def _unplaceable(layout: Layout, cluster: Cluster) -> bool:
