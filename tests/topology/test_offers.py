@@ -82,6 +82,7 @@ def test_smallest_sets_are_the_smallest():
         row = judge(FOUND, entry.layout, entry.cluster, SETTING)
         assert (row.fits, row.standing) == (True, entry.standing)
         assert entry.cluster.per_host <= 8
+        assert entry.cluster.per_host % entry.layout.tp == 0, "a group of TP lies in one host"
     assert not any(row.fits for row in plan(FOUND, cluster("5xA100-64GB"), SETTING))
 
 
@@ -136,3 +137,4 @@ def test_hosts_are_equal_and_of_up_to_eight():
     card = cluster("1xA6000").gpu
     found = {count: equal_hosts(card, count).hosts for count in (1, 8, 9, 10, 11, 16, 24)}
     assert found == {1: 1, 8: 1, 9: 3, 10: 2, 11: 11, 16: 2, 24: 3}
+    assert [equal_hosts(card, count, tp=tp).hosts for count, tp in ((10, 2), (12, 4), (20, 4), (24, 8))] == [5, 3, 5, 3]

@@ -123,7 +123,7 @@ def smallest_sets(found: Weights, setting: Setting, only: Only = ANY, ram: int |
                 out.append(Smallest(Cluster(gpu, 1), None, Standing.SERVABLE))
                 without = False
             if hit is not None:
-                out.append(Smallest(equal_hosts(gpu, hit[0], ram), hit[1], standing))
+                out.append(Smallest(equal_hosts(gpu, hit[0], ram, hit[1].tp), hit[1], standing))
                 below, without = hit[0], False
     return out
 
@@ -133,9 +133,9 @@ def _kinds(only: Only) -> list[tuple[Standing, Only]]:
     return [*one, *((standing, only) for standing in (Standing.SERVABLE, Standing.REPLICAS))]
 
 
-def equal_hosts(gpu: Gpu, count: int, ram: int | None = None) -> Cluster:
-    """``count`` GPUs in as few hosts of eight or fewer as hold equally many."""
-    hosts = next(n for n in range(-(-count // HOST_GPUS), count + 1) if count % n == 0)
+def equal_hosts(gpu: Gpu, count: int, ram: int | None = None, tp: int = 1) -> Cluster:
+    """``count`` GPUs in as few hosts of eight or fewer as hold equally many, whole groups of ``tp``."""
+    hosts = next(n for n in range(-(-count // HOST_GPUS), count + 1) if count % (n * tp) == 0)
     return Cluster(gpu, count, hosts, ram, LINKS["pcie4"])
 
 
@@ -145,11 +145,9 @@ def _smallest(
     """Fewer GPUs than ``below`` in a layout of just this ``standing``; large tensor-parallel sizes are tried first."""
     least = weights_gib(found, setting) / gpu.usable / setting.utilisation
     for count in range(max(1, int(least)), below):
-        cluster = equal_hosts(gpu, count, ram)
-        if not serve.processes_fit(cluster):
-            continue
         for ways, dp, ep in sorted(shapes(found.config, count, only), key=lambda shape: (-shape[0][0], shape[1:])):
-            if standing == Standing.REPLICAS and len(ways) == 1:
+            cluster = equal_hosts(gpu, count, ram, ways[0])
+            if (standing == Standing.REPLICAS and len(ways) == 1) or not serve.processes_fit(cluster):
                 continue
             if len(ways) > 1 and dp % 2 == 0 and 2 * ways[0] in legal_tp(found.config) and only == ANY:
                 continue  # a stage of twice the ranks and half the replicas holds no more on each

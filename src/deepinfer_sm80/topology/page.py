@@ -44,10 +44,9 @@ def page() -> str:
         _published(found),
         _measured(),
         _others(found, setting),
-        "## Will it fit?\n\nEqual hosts of up to eight GPUs; TP is tried from 8 down. A card's first set is the "
-        "nearest to what has run; the next ones have fewer GPUs and need more: DP, or source replicas.\n\n```\n"
-        + smallest(smallest_sets(found, setting), setting, ANY)
-        + "\n```\n",
+        "## Will it fit?\n\nEqual hosts of up to eight GPUs, a group of TP in one; TP is tried from 8 down. A "
+        "card's first set is the nearest to what has run; the next ones have fewer GPUs and need more: DP, or source "
+        "replicas.\n\n```\n" + smallest(smallest_sets(found, setting), setting, ANY) + "\n```\n",
     ]
     return wrapped("\n".join(parts))
 
