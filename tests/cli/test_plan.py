@@ -1,5 +1,6 @@
 """``deepinfer-sm80 plan`` as a user meets it."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -8,6 +9,8 @@ import sys
 import pytest
 
 from deepinfer_sm80 import cli
+from deepinfer_sm80.model.config import ModelConfig
+from deepinfer_sm80.topology.footprint import weights
 
 KEYS = {
     "tp": int,
@@ -37,7 +40,7 @@ def run(capsys, *args):
 
 def test_json_has_the_contract_and_is_deterministic(capsys):
     code, first = run(capsys, "--gpus", "6xA100-64GB", "--json")
-    assert code == 0
+    assert code == 1, "it takes source replicas"
     layouts = json.loads(first.out)["layouts"]
     for layout in layouts:
         for key, kind in KEYS.items():
@@ -185,6 +188,50 @@ def test_a_foreign_checkpoint_is_one_sentence(capsys, tmp_path, content, found):
 
 def test_a_part_of_a_million_tokens_is_a_context(capsys):
     assert json.loads(run(capsys, "--gpus", "8xA100-80GB", "--context", "0.5M", "--json")[1].out)["context"] == 524_288
+
+
+@pytest.mark.parametrize(
+    ("args", "held"),
+    [
+        (("--gpus", "8xA100-80GB"), True),
+        (("--gpus", "8xA100-80GB", "--all"), True),
+        (("--gpus", "8xA100-80GB", "--smallest"), True),
+        (("--gpus", "6xA100-64GB"), False),  # with source replicas
+        (("--gpus", "6xA100-64GB", "--all"), False),
+        (("--gpus", "6xA100-64GB", "--dp", "3", "--context", "1007616"), True),
+        (("--gpus", "16xRTX3090"), False),  # a shorter context is offered
+        (("--gpus", "16xRTX3090", "--context", "176128"), True),
+        (("--gpus", "16xRTX3090", "--context", "180224", "--streams", "1"), False),
+        (("--smallest", "--tp", "8"), True),
+        (("--smallest", "--tp", "2", "--pp", "5"), False),  # with source replicas
+    ],
+)
+def test_the_exit_code_the_last_line_and_the_json_say_whether_vllm_serves_what_was_asked(capsys, args, held):
+    code, caught = run(capsys, *args)
+    assert code == (0 if held else 1)
+    start = f"Exit code {code}: held by {'a' if held else 'no'} layout that vLLM serves: "
+    *_, blank, last = caught.out.splitlines()
+    assert (blank, last.startswith(start)) == ("", True)
+    named = dict(itertools.pairwise(args))
+    assert f": one context of {int(named.get('--context', 1 << 20)):,} tokens, in a cache that" in last
+    assert f" {named.get('--streams', 4)} stream(s) share" in last
+    assert all(f"--{size} {named[f'--{size}']}" in last for size in ("tp", "pp", "dp") if f"--{size}" in named)
+    code, caught = run(capsys, *args, "--json")
+    assert (code, json.loads(caught.out)["held"]) == (0 if held else 1, held)
+
+
+def test_a_shorter_context_is_offered_with_the_host_memory_it_takes(capsys):
+    out = run(capsys, "--gpus", "16xRTX3090")[1].out
+    host = json.loads(run(capsys, "--gpus", "16xRTX3090", "--json")[1].out)["best_servable"]["layout"]["host_gib"]
+    assert sum(host.values()) == pytest.approx(236.8, abs=0.1)
+    assert "\nHost memory: 237 GiB per host: Engram tables 189, processes and system 48 (assumed).\nCommand:\n" in out
+
+
+def test_the_weights_that_are_named_are_the_checkpoints_without_the_tables(capsys):
+    out = run(capsys, "--gpus", "2xA100-40GB")[1].out
+    found = weights(ModelConfig())
+    gib = (found.stored() - found.stored("engram_tables")) / 2**30
+    assert f"that go to the GPUs, all but Engram's tables, are {gib:.0f} GiB in the checkpoint, vLLM may use" in out
 
 
 @pytest.mark.parametrize("form", [(), ("--json",)])
@@ -401,7 +448,7 @@ def test_a_checkpoints_own_configuration(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("args", "code"),
     [
-        (("--gpus", "6xA100-64GB", "--json"), 0),
+        (("--gpus", "6xA100-64GB", "--json"), 1),
         (("--gpus", "16xRTX3090", "--hosts", "2", "--tp", "8"), 1),
         (("--smallest", "--ram", "64GB"), 0),
     ],

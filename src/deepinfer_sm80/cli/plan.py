@@ -30,7 +30,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="whether and how the model fits a set of GPUs",
         description="Every layout of DeepSeek-V4.1 on a set of GPUs: memory per rank, KV capacity by vLLM's own "
         "formula, estimated speed, the vllm serve command, and why the others lost. What cannot be served yet comes "
-        "after what can. Exits with 1 where nothing fits.",
+        "after what can. Exit code 0: a layout that vLLM serves holds what was asked for, one request of "
+        "--context in a cache that --streams share; 1: none does; 2: an option is wrong. The last line says which, "
+        "with --json the key held.",
     )
     parser.add_argument("--gpus", metavar="NxCARD", help="6xA100-64GB, or 8xMyCard:48GB:900GB/s:150TFLOPS")
     parser.add_argument("--hosts", metavar="N", help="hosts the GPUs are spread over evenly (default 1)")
@@ -54,7 +56,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the plan; 0 where a layout fits, else 1. Raises PlanError for what cannot be planned."""
+    """Print the plan; 0 where a layout that vLLM serves holds what was asked for, else 1. Raises PlanError for what
+    cannot be planned."""
     if args.page:
         print(page.page(), end="")
         return 0
@@ -72,25 +75,26 @@ def run(args: argparse.Namespace) -> int:
     checkpoint = args.checkpoint or RELEASED
     rows = plan(found, group, setting, checkpoint, only)
     offer = offers.servable(found, group, setting, checkpoint, only, rows)
-    fits = any(row.fits for row in rows)
+    fits, served = any(row.fits for row in rows), any(row.servable for row in rows)
     instead = "" if fits else _instead(found, group, setting, checkpoint, only, rows, offer)
     if args.json:
         sets = offers.smallest_sets(found, setting, only, group.ram) if args.smallest else []
         more = {"smallest": answer.smallest_json(sets)} if args.smallest else {}
         plain = answer.as_json(rows, group, setting, found.config, offer)
-        print(json.dumps({**plain, "instead": instead, **more}, indent=1))
-        return 0 if fits else 1
+        print(json.dumps({**plain, "held": served, "instead": instead, **more}, indent=1))
+        return 0 if served else 1
     show = explain.every if args.all else explain.text
     print(show(rows, group, setting, found.config, offer, only))
     if instead:
         print("\n" + instead)
     elif args.smallest:
         print("\n" + explain.smallest(offers.smallest_sets(found, setting, only, group.ram), setting, only))
-    return 0 if fits else 1
+    print("\n" + explain.verdict(setting, only, served))
+    return 0 if served else 1
 
 
 def _without_gpus(args: argparse.Namespace, found: Weights, setting: Setting) -> int:
-    """Print the smallest sets alone; 0 where there is one, else 1."""
+    """Print the smallest sets alone; 0 where vLLM serves one, else 1."""
     for option in ("hosts", "link", "all"):
         if getattr(args, option) not in (None, False):
             raise PlanError(
@@ -110,11 +114,13 @@ def _without_gpus(args: argparse.Namespace, found: Weights, setting: Setting) ->
             remedy="Name the memory of a host; left out, it is taken to be enough.",
         )
     sets = offers.smallest_sets(found, setting, only, ram)
+    served = any(entry.servable for entry in sets)
     if args.json:
-        print(json.dumps({"context": setting.context, "smallest": answer.smallest_json(sets)}, indent=1))
+        plain = {"context": setting.context, "held": served, "smallest": answer.smallest_json(sets)}
+        print(json.dumps(plain, indent=1))
     else:
-        print(explain.smallest(sets, setting, only))
-    return 0 if any(entry.layout for entry in sets) else 1
+        print(explain.smallest(sets, setting, only) + "\n\n" + explain.verdict(setting, only, served))
+    return 0 if served else 1
 
 
 def _instead(
@@ -129,8 +135,8 @@ def _instead(
     """What is possible where nothing fits, within what was asked and, said so, beyond it."""
     usable = group.count * group.gpu.usable * setting.utilisation
     why = (
-        f"the weights on the GPUs are {offers.weights_gib(found, setting):.0f} GiB, vLLM may use {usable:.0f} GiB of "
-        "these GPUs, and every rank needs a workspace as well"
+        f"the weights that go to the GPUs, all but Engram's tables, are {offers.weights_gib(found, setting):.0f} GiB "
+        f"in the checkpoint, vLLM may use {usable:.0f} GiB of these GPUs, and every rank needs a workspace as well"
     )
     short_of_ram = next((row.why for row in rows if row.engram == "disk" and holds(row.memory)), "")
     sizes = explain.with_sizes(only)
@@ -147,12 +153,13 @@ def _instead(
 
 
 def _within(offer: offers.Offer | None, sizes: str) -> list[str]:
-    """The longest context that vLLM serves, with its command."""
+    """The longest context that vLLM serves, with the host memory it takes and its command."""
     if offer is None:
         return [f"No context fits{sizes}."]
     name, context = offer.row.layout.name, offer.context
     return [
         f"What fits is a context of {context:,} tokens, as {name}: --context {context}.",
+        f"Host memory: {explain.host_memory(offer.row)}.",
         explain.command_lines(offer.row),
         explain.LIMIT,
     ]

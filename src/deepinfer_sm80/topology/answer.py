@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 from deepinfer_sm80.topology import measured, reckoning, roofline
 from deepinfer_sm80.topology.explain import widths
-from deepinfer_sm80.topology.serve import Standing
 from deepinfer_sm80.topology.tiles import tile
 
 if TYPE_CHECKING:
@@ -97,7 +96,7 @@ def smallest_json(found: Sequence[Smallest]) -> list[dict[str, Any]]:
             "split": list(entry.layout.split),
             "tp_per_stage": list(entry.layout.tp_per_stage),
             "source_replicas": entry.replicas,
-            "servable": entry.standing == Standing.SERVABLE,
+            "servable": entry.servable,
         }
         for entry in found
         if entry.layout

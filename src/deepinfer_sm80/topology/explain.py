@@ -235,6 +235,13 @@ def smallest(found: Sequence[Smallest], setting: Setting, only: Only) -> str:
     return "\n".join([*lines, *_of_the_sets(found)])
 
 
+def verdict(setting: Setting, only: Only, served: bool) -> str:
+    """The last line of a plan: whether a layout that vLLM serves holds what was asked for, and the exit code."""
+    asked = f"one context of {setting.context:,} tokens, in a cache that {setting.streams} stream(s) share"
+    sizes = f", {only}" if only != ANY else ""
+    return f"Exit code {0 if served else 1}: held by {'a' if served else 'no'} layout that vLLM serves: {asked}{sizes}."
+
+
 def _of_the_sets(found: Sequence[Smallest]) -> list[str]:
     held = [(entry.layout, entry.cluster.hosts, entry.replicas) for entry in found if entry.layout]
     facts = (

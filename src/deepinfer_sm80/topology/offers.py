@@ -100,6 +100,11 @@ class Smallest:
     standing: Standing
 
     @property
+    def servable(self) -> bool:
+        """Whether there is such a set and vLLM has a command for it."""
+        return self.layout is not None and self.standing == Standing.SERVABLE
+
+    @property
     def replicas(self) -> bool:
         """Whether it needs source replicas."""
         return self.standing == Standing.REPLICAS
