@@ -74,6 +74,7 @@ DEEPINFER_PYTORCH_OPERATORS = Names(
 
 SWITCHES: tuple[Switch, ...] = (DEEPINFER_DISABLE, DEEPINFER_FORCE)
 VARIABLES: tuple[Switch | Names, ...] = (*SWITCHES, DEEPINFER_PYTORCH_OPERATORS)
+PREFIX = "DEEPINFER_"
 
 
 def fault() -> str | None:
@@ -84,6 +85,16 @@ def fault() -> str | None:
         except EnvironmentValueError as error:
             return str(error)
     return None
+
+
+def unknown() -> str | None:
+    """The sentence about variables of this package's prefix that are set and that nothing reads, None where there is
+    none."""
+    known = [variable.name for variable in VARIABLES]
+    names = sorted(name for name in os.environ if name.startswith(PREFIX) and name not in known)
+    if not names:
+        return None
+    return f"unknown variable{'s' * (len(names) > 1)} {', '.join(names)}; known are {', '.join(known)}"
 
 
 def in_force(variable: Switch | Names) -> str:

@@ -90,6 +90,25 @@ def test_variables_are_shown_and_a_wrong_one_is_the_verdict(machine, capsys, mon
         assert found["verdict"] == f"vLLM would not serve with this package: {found['variables']}"
 
 
+def test_an_unknown_variable_is_a_warning_and_no_verdict(machine, capsys, monkeypatch):
+    monkeypatch.setenv("DEEPINFER_TYPO", "1")
+    warning = (
+        "warning: unknown variable DEEPINFER_TYPO; known are DEEPINFER_DISABLE, DEEPINFER_FORCE, DEEPINFER_PYTORCH"
+    )
+    for names, start in (((), ""), (("DEEPINFER_FORCE",), "DEEPINFER_FORCE=1; ")):
+        for name in names:
+            monkeypatch.setenv(name, "1")
+        assert main(["doctor"]) == 0
+        found = findings(capsys)
+        assert found["variables"].startswith(start + warning)
+        assert found["verdict"].startswith("vLLM would serve")
+    monkeypatch.setenv("DEEPINFER_FORCE", "yes")
+    assert main(["doctor"]) == 1
+    found = findings(capsys)["variables"]
+    assert found.startswith("DEEPINFER_FORCE must be ")
+    assert warning in found
+
+
 def test_a_gpu_that_nothing_has_run_on_is_said_to_be_one(machine, capsys):
     machine(gpu=Gpu("NVIDIA L40S", (8, 9), 48 << 30))
     assert main(["doctor"]) == 0

@@ -41,6 +41,17 @@ def test_every_variable_knows_a_wrong_value(variable, monkeypatch):
     assert envs.fault().startswith(f"{variable.name} must be ")
 
 
+def test_a_variable_that_nothing_reads_is_named_with_the_known_ones(monkeypatch):
+    known = ", ".join(variable.name for variable in envs.VARIABLES)
+    monkeypatch.setenv("DEEPINFER_FORCE", "1")
+    assert envs.unknown() is None
+    monkeypatch.setenv("DEEPINFER_TYPO", "1")
+    assert envs.unknown() == f"unknown variable DEEPINFER_TYPO; known are {known}"
+    monkeypatch.setenv("DEEPINFER_FORCED", "")
+    assert envs.unknown() == f"unknown variables DEEPINFER_FORCED, DEEPINFER_TYPO; known are {known}"
+    assert envs.fault() is None, "no reason to refuse"
+
+
 def test_limits_of_ampere():
     a100, ga102 = hardware.limits((8, 0)), hardware.limits((8, 6))
     assert (a100.smem_per_cta, ga102.smem_per_cta) == (163 * 1024, 99 * 1024)

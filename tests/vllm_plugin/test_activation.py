@@ -62,6 +62,20 @@ def test_a_variable_that_the_kernels_would_refuse_is_refused_at_the_start(monkey
     assert decide((9, 0), "0.33.0").architectures == {}, "where it does not act, its variables harm nobody"
 
 
+def test_an_unknown_variable_is_said_once_and_refuses_nothing(monkeypatch, caplog):
+    monkeypatch.setattr(activation, "installed_vllm", lambda: None)
+    monkeypatch.setattr(activation, "_said", set())
+    monkeypatch.setenv("DEEPINFER_TYPO", "1")
+    assert decide((8, 0), "0.33.0").active
+    with caplog.at_level("WARNING", "vllm.deepinfer_sm80"):
+        register()
+        register()
+    (record,) = caplog.records
+    assert record.getMessage().startswith(
+        "DeepInfer-SM80: unknown variable DEEPINFER_TYPO; known are DEEPINFER_DISABLE, "
+    )
+
+
 @pytest.mark.parametrize(
     ("version", "expected"),
     [

@@ -98,12 +98,13 @@ def _entry_point() -> str:
 
 
 def _variables() -> str:
-    """Those of ours that are set, or the sentence about one that is set to what it cannot be."""
-    wrong = envs.fault()
-    if wrong is not None:
-        return wrong
-    found = [f"{v.name}={envs.in_force(v)}" for v in envs.VARIABLES if os.environ.get(v.name)]
-    return ", ".join(found) or "none of ours is set (deepinfer-sm80 env lists them)"
+    """Those of ours that are set, or the sentence about one that is set to what it cannot be; a warning of those that
+    nothing reads."""
+    wrong, unknown = envs.fault(), envs.unknown()
+    warning = f"warning: {unknown}" if unknown else ""
+    found = [] if wrong else [f"{v.name}={envs.in_force(v)}" for v in envs.VARIABLES if os.environ.get(v.name)]
+    said = "; ".join(filter(None, (wrong or ", ".join(found), warning)))
+    return said or "none of ours is set (deepinfer-sm80 env lists them)"
 
 
 def _compilers() -> str:

@@ -95,6 +95,7 @@ def register() -> None:
     nothing."""
     activation = activation_here()
     _say_once(activation)
+    _warn_once(envs.unknown())
     if not activation.architectures:
         return
     from vllm import ModelRegistry
@@ -108,6 +109,13 @@ def register() -> None:
         module, _, name = target.partition(":")
         if (getattr(known, "module_name", None), getattr(known, "class_name", None)) != (module, name):
             ModelRegistry.register_model(architecture, target)
+
+
+def _warn_once(unknown: str | None) -> None:
+    """A variable that nothing reads is no reason to refuse."""
+    if unknown is not None and unknown not in _said:
+        _said.add(unknown)
+        logging.getLogger("vllm.deepinfer_sm80").warning("DeepInfer-SM80: %s", unknown)
 
 
 def _say_once(activation: Activation) -> None:
