@@ -575,6 +575,14 @@ def test_impossible_clusters(arguments, match):
         cluster("6xA100-64GB", **arguments)
 
 
+def test_the_page_says_what_stock_vllm_refuses_of_the_run_that_it_quotes():
+    quoted = published.CAPACITIES[0]
+    assert quoted.layout.pp > 1
+    assert quoted.what.endswith("speculation 5")
+    said = "The first run, which the speeds below are of too, used speculation over a pipeline, which stock vLLM 0.33.0"
+    assert f"{said} refuses." in " ".join(page.page().split())
+
+
 def test_the_page_is_in_step():
     written = (ROOT / "docs/05_TOPOLOGY_1M_CONTEXT_ANALYSIS_SM80.md").read_text(encoding="utf-8")
     assert written == page.page(), "run make docs"

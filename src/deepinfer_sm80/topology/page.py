@@ -194,7 +194,9 @@ def _published(found: Weights) -> str:
         "tokens per batch, one batch in flight per stage, speculation 5, 1.15 GiB for graphs, CUDA context and "
         "NCCL, 63.4 GiB usable. Deviations are from the published number, or from the nearer end of its range. The "
         "cache is what is left of a card, a tenth to a fifth of it here, so an error in what comes before it is "
-        "multiplied: the sixth column says how many GiB of a rank's 60.2 would make the estimate exact.\n\n"
+        "multiplied: the sixth column says how many GiB of a rank's 60.2 would make the estimate exact. "
+        "The first run, which the speeds below are of too, used speculation over a pipeline, which stock vLLM 0.33.0 "
+        "refuses.\n\n"
         + _table(head, rows)
         + "\nHow much this proves: the 1.15 GiB were chosen by these points, and where a split, a context or "
         "speculation was not published the reading nearest to the number stands in the fourth column if it is the "
