@@ -55,6 +55,15 @@ def test_readme_has_its_order():
     ]
 
 
+@pytest.mark.parametrize("folder", ["src/deepinfer_sm80", "tests"])
+def test_the_tree_names_every_folder(folder):
+    tree = README.partition("## Where things are")[2].partition("```\n")[2].partition("```")[0]
+    part = re.search(rf"^{folder}/.*\n(?:  .*\n)*", tree, re.MULTILINE)[0].removeprefix(folder)
+    there = {path.name for path in (ROOT / folder).iterdir() if any(path.glob("**/*.py"))}
+    assert there
+    assert there <= set(re.findall(r"(?<![\w<])(\w+)/", part))
+
+
 def test_every_result_of_a_stage_is_in_the_table(blocks):
     found = blocks.results()
     rows = blocks.runs(found)
