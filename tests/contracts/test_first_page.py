@@ -10,6 +10,7 @@ import pytest
 from deepinfer_sm80 import cli
 from deepinfer_sm80.cli import demo
 from deepinfer_sm80.cli.demo_operators import DECODED
+from deepinfer_sm80.cli.demo_serve import OPTIONS
 from deepinfer_sm80.ops import OPS
 
 ROOT = Path(__file__).parents[2]
@@ -154,6 +155,13 @@ def test_what_judges_a_run_stands_beside_its_gpus(blocks):
         ("2 x NVIDIA H200", ("tp1", "tp2")),
         ("2 x NVIDIA H200", ("compare",)),
     }
+
+
+def test_the_tiny_checkpoint_is_served_as_the_demo_serves_it():
+    flag = f"{OPTIONS[2]} '{OPTIONS[3]}'"
+    assert flag == """--limit-mm-per-prompt '{"image": 0}'"""
+    for text in (README, "\n".join(what for _, what in demo.NEXT)):
+        assert re.findall("vllm serve tiny(.*)", text) == [f" {flag}"]
 
 
 def test_transcript_of_the_demo():

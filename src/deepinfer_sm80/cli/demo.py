@@ -26,7 +26,7 @@ NEXT = (
     ("doctor", "would vLLM use this package on this machine?"),
     ("plan --gpus 8xA100-80GB", "which layouts of your GPUs hold the model, with the command for each"),
     ("verify", "every operator's contract on your own GPU"),
-    ("make-checkpoint tiny", "the checkpoint of this demo, to keep; then: vllm serve tiny"),
+    ("make-checkpoint tiny", "to keep this checkpoint; vllm serve tiny --limit-mm-per-prompt '{\"image\": 0}'"),
 )
 """Commands worth trying after the demo, and what each answers."""
 PAGES = "README.md: install and serve    ARCHITECTURE.md: a token's way through the rooms    make test: every promise"
