@@ -121,16 +121,16 @@ def in_order(client: openai.OpenAI, ask: Callable[[Any], Result], items: Sequenc
 
     The server must have vLLM's development endpoints (VLLM_SERVER_DEV_MODE=1): /pause keeps requests in the queue.
     """
-    _control(client, "pause?mode=keep")
     with ThreadPoolExecutor(len(items)) as pool:
         asked = []
+        _control(client, "pause?mode=keep")
         try:
             for item in items:
                 asked.append(pool.submit(ask, item))
                 time.sleep(APART_S)
             time.sleep(ARRIVED_S)
-            early = sum(answer.done() for answer in asked)
-            _require(early == 0, f"{early} requests were answered while the server held them back")
+            early = [answer.result() for answer in asked if answer.done()]  # one that failed says why
+            _require(not early, f"{len(early)} requests were answered while the server held them back")
         finally:
             _control(client, "resume")
         return [answer.result() for answer in asked]

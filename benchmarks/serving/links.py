@@ -73,7 +73,9 @@ def hops(worker: Any, size: int, rows: Sequence[int] = ROWS) -> dict[str, float]
 
 
 def slowest(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """By rows, the time of the slowest rank."""
+    """By rows, the time of the slowest of RANKS ranks. Raises AssertionError where one did not answer."""
+    if len(ranks) != RANKS or any(rank.keys() != ranks[0].keys() for rank in ranks):
+        raise AssertionError(f"not the answers of {RANKS} ranks about the same rows: {list(ranks)}")
     return {count: max(rank[count] for rank in ranks) for count in ranks[0]}
 
 

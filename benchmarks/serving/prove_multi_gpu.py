@@ -175,7 +175,7 @@ def joined(model: pathlib.Path) -> dict[str, Any]:
     row, hop = 2 * config.hidden_size, hop_bytes(config)
     reduced = links.slowest(engine.llm.collective_rpc(links.all_reduces, args=(config.hidden_size,)))
     handed = links.slowest(engine.llm.collective_rpc(links.hops, args=(hop,)))
-    hand_over = {"latency_us": round(handed["1"], 2)}  # the hosts' part, behind which the bytes of 2,048 rows hide
+    hand_over = {"latency_us": round(handed["1"], 2)}  # of the hosts: the bytes of one row are none
     constants = {"all_reduce": links.fitted(reduced, row), "hop": hand_over}
     facts = {f"{name}_{key}": value for name, pair in constants.items() for key, value in pair.items()}
     return engine.result(**facts) | {"all_reduce_us": reduced, "hop_us": handed, "constants": constants}
@@ -304,7 +304,10 @@ def _checkpoint(results: dict[str, Any]) -> str:
     name = _all(results, "checkpoint") or "tiny"
     known = _all(results, "checkpoint_sha256")
     if known:
-        return f"Checkpoint `{name}`, SHA-256 of its files {known}."
+        lacking = ", ".join(f"`{stage}`" for stage, run in results.items() if not run.get("checkpoint_sha256"))
+        return f"Checkpoint `{name}`, SHA-256 of its files {known}" + (
+            f"; not recorded of {lacking}." if lacking else "."
+        )
     return f"Checkpoint `{name}`; no digest of it was recorded, and what another commit writes by that name may differ."
 
 
@@ -326,9 +329,11 @@ def _times(results: dict[str, Any]) -> list[str]:
         return []
     lines = [
         "",
-        "Each layout alone on its GPUs, with graphs. Planned: `deepinfer-sm80 plan`'s formulas for these cards and one",
+        "Each layout alone on its GPUs, with graphs. Planned: `deepinfer-sm80 plan`'s formulas and constants of the",
+        "row's commit, for these cards and one request; its chunk is one of a 64K prompt. Milliseconds; runs of",
+        "different commits may be of different hosts.",
+        "",
     ]
-    lines += ["request; its chunk is one of a 64K prompt. Milliseconds; rows of one commit are of one host.", ""]
     lines += [
         "| layout | decode, 1 request | planned | 8 requests | 64 requests | 2,048-token prompt | planned | commit |"
     ]
@@ -349,17 +354,21 @@ def _links(results: dict[str, Any]) -> list[str]:
         return []
     lines = [
         "",
-        "Between two ranks, microseconds: an all-reduce of a layer's rows in a CUDA graph, and a hop as a pipeline's",
+        "Between two ranks, microseconds: an all-reduce of a layer's rows in a CUDA graph, and half of a round trip of",
+        "the rows that a pipeline's stage hands over, with vLLM's send and receive and their hosts.",
+        "",
     ]
-    lines += ["stage hands its rows over.", "", "| rows | all-reduce | hop |", "|---|---|---|"]
+    lines += ["| rows | all-reduce | hop |", "|---|---|---|"]
     for count, took in run["all_reduce_us"].items():
         lines.append(f"| {int(count):,} | {took} | {run['hop_us'][count]} |")
     reduced, hop = run["constants"]["all_reduce"], run["constants"]["hop"]
     lines += [
         "",
-        f"The planner takes from it: an all-reduce {reduced['latency_us']} us and {reduced['gb_s']} GB/s, a hop",
+        f"Constants for the planner: an all-reduce {reduced['latency_us']} us and {reduced['gb_s']} GB/s, the hosts of",
+        f"a hop {hop['latency_us']} us. In a round trip bytes run while the hosts prepare the way back; the planner adds",
+        "a hop's bytes in full, at the link's GB/s.",
     ]
-    return [*lines, f"{hop['latency_us']} us of its hosts, behind which these bytes hide, and the link's GB/s."]
+    return lines
 
 
 def _ranks(results: dict[str, Any]) -> list[str]:

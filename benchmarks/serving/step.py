@@ -139,20 +139,22 @@ def table(measured: list[dict[str, object]]) -> list[str]:
     return lines
 
 
+def place_of(row: dict[str, object]) -> tuple[object, object]:
+    """Whose step it is: GPU and checkpoint."""
+    return row["gpu"], row["checkpoint"]
+
+
 def page(measured: list[dict[str, object]]) -> str:
     """The page docs/step-times.md."""
-    later = in_order(rows.alone(measured))
-    measured = in_order(rows.beside(measured))
+    later, together = in_order(rows.alone(measured)), in_order(rows.beside(measured))
     lines = [INTRODUCTION]
-    for place in dict.fromkeys((row["gpu"], row["checkpoint"]) for row in measured):
-        here = [row for row in measured if (row["gpu"], row["checkpoint"]) == place]
-        commits = ", ".join(sorted({str(row["commit"])[:12] for row in here}))
-        lines += ["", f"## {place[0]}, checkpoint `{place[1]}` ({here[0]['layers']} layers)", "", f"Commit {commits}."]
-        lines += table(here)
-        since = [row for row in later if (row["gpu"], row["checkpoint"]) == place]
-        if since:
-            commits = ", ".join(sorted({str(row["commit"])[:12] for row in since}))
-            lines += ["", f"One arm alone, later, at commit {commits}: its clock is of another host.", *table(since)]
+    for place in dict.fromkeys(map(place_of, [*together, *later])):
+        here = [row for row in together if place_of(row) == place]
+        since = [row for row in later if place_of(row) == place]
+        lines += ["", f"## {place[0]}, checkpoint `{place[1]}` ({[*here, *since][0]['layers']} layers)"]
+        if here:
+            commits = ", ".join(sorted({str(row["commit"])[:12] for row in here}))
+            lines += ["", f"Commit {commits}.", *table(here)]
         for arm in dict.fromkeys(row["arm"] for row in here):
             mine = [row for row in here if row["arm"] == arm]
             groups = list(dict.fromkeys(group for row in mine for group in row["groups"]))
@@ -162,6 +164,12 @@ def page(measured: list[dict[str, object]]) -> str:
                 shares = [row["groups"].get(group, {}).get("share") for row in mine]
                 cells = ["" if share is None else f"{share:.1%}" for share in shares]
                 lines.append(f"| {group} | {' | '.join(cells)} |")
+        for commit in dict.fromkeys(row["commit"] for row in since):
+            lines += [
+                "",
+                f"Commit {str(commit)[:12]}, an arm without the other: a clock of another run, to be read alone.",
+            ]
+            lines += table([row for row in since if row["commit"] == commit])
     return "\n".join(lines) + "\n"
 
 

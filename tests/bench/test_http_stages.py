@@ -6,6 +6,7 @@ import importlib.util
 import json
 import re
 import sys
+import threading
 import time
 import types
 from pathlib import Path
@@ -131,6 +132,54 @@ def test_requests_wait_in_their_order(stages, monkeypatch):
 
     assert stages.ask.in_order(client, ask, [3, 1, 2]) == [3, 1, 2]
     assert said == ["http://here/pause?mode=keep", 3, 1, 2, "http://here/resume"]
+
+
+class Paused:
+    """A client of a server that is paused and resumed; ``open`` tells whether requests pass."""
+
+    base_url = "http://here/v1/"
+
+    def __init__(self):
+        self.open, self.said = threading.Event(), []
+
+    def post(self, url, cast_to):
+        self.said.append(url.removeprefix("http://here/"))
+        (self.open.set if url.endswith("/resume") else self.open.clear)()
+
+
+@pytest.mark.parametrize("fails", ["at once", "afterwards"])
+def test_a_request_that_fails_says_why_and_the_server_is_resumed(stages, monkeypatch, fails):
+    monkeypatch.setattr(stages.ask, "APART_S", 0.02)
+    monkeypatch.setattr(stages.ask, "ARRIVED_S", 0.02)
+    client = Paused()
+
+    def ask(item):
+        assert fails == "at once" or client.open.wait(10)
+        if item == 2:
+            raise ValueError("no such prompt")
+        assert client.open.wait(10)
+        return item
+
+    with pytest.raises(ValueError, match="no such prompt"):
+        stages.ask.in_order(client, ask, [1, 2, 3])
+    assert client.said == ["pause?mode=keep", "resume"]
+
+
+@pytest.mark.parametrize("passing", [[2], [1, 2, 3]])
+def test_a_server_that_answers_while_it_is_paused_is_told_and_resumed(stages, monkeypatch, passing):
+    monkeypatch.setattr(stages.ask, "APART_S", 0.02)
+    monkeypatch.setattr(stages.ask, "ARRIVED_S", 0.02)
+    client = Paused()
+    with pytest.raises(AssertionError, match=f"^{len(passing)} requests were answered while"):
+        stages.ask.in_order(client, lambda item: item in passing or client.open.wait(10), [1, 2, 3])
+    assert client.said == ["pause?mode=keep", "resume"]
+
+
+def test_without_a_request_no_server_is_paused(stages):
+    client = Paused()
+    with pytest.raises(ValueError, match="max_workers"):
+        stages.ask.in_order(client, len, [])
+    assert client.said == []
 
 
 def test_the_server_that_holds_requests_is_vllms(stages):

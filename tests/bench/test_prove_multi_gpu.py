@@ -155,6 +155,9 @@ def test_the_page_names_commit_and_checkpoint(proof, tmp_path):
     known = {"commit": "def5678", "checkpoint": "layer", "checkpoint_sha256": "0f" * 32}
     write(tmp_path, "tp1", run([[-1.0]], [[5]], [[[-1.0, -2.0]]]) | known)
     assert f"Checkpoint `layer`, SHA-256 of its files {'0f' * 32}." in proof.report(tmp_path)
+    for name in ("tp2", "pp2"):
+        write(tmp_path, name, run([[-1.0]], [[5]], [[[-1.0, -2.0]]]))
+    assert f"files {'0f' * 32}; not recorded of `tp2`, `pp2`." in proof.report(tmp_path)
 
 
 def test_the_committed_page_shows_the_committed_results(proof):
@@ -276,6 +279,12 @@ def test_constants_follow_from_the_times_of_few_and_many_rows(links):
         links.fitted({"1": 12.0, "2048": 12.0}, 10_240)
 
 
+@pytest.mark.parametrize("ranks", [[{"1": 1.0}], [], [{"1": 1.0}, {}], [{}, {"1": 1.0}], [{"1": 1.0}] * 3])
+def test_constants_are_of_both_ranks(links, ranks):
+    with pytest.raises(AssertionError, match="not the answers of 2 ranks about the same rows"):
+        links.slowest(ranks)
+
+
 def test_the_links_are_asked_of_both_ranks_and_stand_on_the_page(proof, links, monkeypatch, tmp_path):
     asked = []
 
@@ -301,7 +310,7 @@ def test_the_links_are_asked_of_both_ranks_and_stand_on_the_page(proof, links, m
     write(tmp_path, "links", found)
     page = proof.report(tmp_path)
     assert "| 2,048 | 220.0 | 220.0 |" in page
-    assert "an all-reduce 20.0 us and 104.8 GB/s, a hop\n20.0 us of its hosts" in page
+    assert "an all-reduce 20.0 us and 104.8 GB/s, the hosts of\na hop 20.0 us." in page
     write(tmp_path, "links", {"ok": False})
     assert "Between two ranks" not in proof.report(tmp_path)
 

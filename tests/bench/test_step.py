@@ -181,7 +181,7 @@ def test_rows_are_written_as_they_come_and_the_page_shows_the_latest(profile, en
 
 
 def step_row(arm, commit, time, step="decode-1", **more):
-    numbers = {"ms": float(time), "kernel_ms": 1.0, "launches": 8, "launches_per_layer": 1.0, "graph": "FULL"}
+    numbers = {"ms": float(time or 0), "kernel_ms": 1.0, "launches": 8, "launches_per_layer": 1.0, "graph": "FULL"}
     place = {"gpu": "a GPU", "checkpoint": "toy", "layers": 8, "context": 1024, "lowering": "sm80", "groups": {}}
     return {**place, **numbers, "step": step, "arm": arm, "commit": commit, "time": f"2026-01-0{time}", **more}
 
@@ -195,7 +195,9 @@ def test_only_arms_of_one_commit_stand_beside_one_another(monkeypatch):
     assert rows.beside(measured) == both
     assert rows.alone(measured) == [later]
     page = module.page(measured)
-    whole, _, after = page.partition("One arm alone, later, at commit bbb: its clock is of another host.")
+    whole, _, after = page.partition("Commit bbb, an arm without the other: a clock of another run, to be read alone.")
+    assert "Share of `stock`'s kernel time" in whole
+    assert "Share" not in after
     assert "Commit aaa." in whole
     assert "| kernels | sm80 | 1.00 |" in whole
     assert "| kernels | sm80 | 5.00 |" in after
@@ -206,6 +208,39 @@ def test_only_arms_of_one_commit_stand_beside_one_another(monkeypatch):
     assert rows.beside([later, step_row("stock", "ccc", 6)]) == []
     elsewhere = step_row("kernels", "ddd", 7, gpu="another")
     assert rows.beside([*measured, elsewhere]) == [*both, elsewhere]
+
+
+def test_each_step_is_of_the_last_commit_that_has_every_arm_of_it(monkeypatch):
+    """A run of fewer steps hides none of an older one."""
+    older = [step_row(arm, "aaa", 1, step) for arm in ("kernels", "stock") for step in ("decode-1", "decode-8")]
+    newer = [step_row(arm, "bbb", 2) for arm in ("kernels", "stock")]
+    apart = [step_row("kernels", "ccc", 3), step_row("stock", "ccc", 3, "decode-8")]
+    found = rows.beside([*older, *newer, *apart])
+    assert [(row["step"], row["arm"], row["commit"]) for row in found] == [
+        ("decode-1", "kernels", "bbb"),
+        ("decode-1", "stock", "bbb"),
+        ("decode-8", "kernels", "aaa"),
+        ("decode-8", "stock", "aaa"),
+    ]
+    assert rows.alone([*older, *newer, *apart]) == apart
+    assert rows.alone([*apart, *older, *newer]) == [], "what is older than the arms beside one another is not shown"
+    wider = step_row("kernels", "ddd", 4, context=2048)
+    assert rows.beside([*newer, wider]) == newer, "another context is another step"
+
+
+def test_a_page_without_two_arms_of_one_commit_shows_each_alone(monkeypatch):
+    module = load("step", monkeypatch)
+    assert module.page([]) == module.INTRODUCTION + "\n"
+    apart = [
+        step_row("kernels", "bbb", 5),
+        step_row("stock", "ccc", 6),
+        step_row("stock", "ccc", None, "decode-8", ms=7),
+    ]
+    page = module.page(apart)
+    first, _, second = page.partition("Commit ccc, an arm without the other")
+    assert "## a GPU, checkpoint `toy` (8 layers)\n\nCommit bbb, an arm without the other" in first
+    assert first.count("| kernels |") == second.count("| kernels |") + 1 == 1
+    assert second.count("| stock |") == 2
 
 
 def test_each_arm_has_its_environment(monkeypatch):

@@ -131,26 +131,31 @@ def latest(rows: Iterable[Row], identity: Sequence[str] = IDENTITY) -> list[Row]
 
 
 def beside(rows: Iterable[Row]) -> list[Row]:
-    """Of step rows, those to set beside one another, ordered: for each GPU and checkpoint the latest of the last commit
-    that has every arm. Arms of two runs differ by the host and by what else it did; without such a commit, none."""
-    places: dict[tuple[Any, Any], dict[str, list[Row]]] = {}
+    """Of step rows, those to set beside one another, ordered: for each step the latest of the last commit that has
+    every arm of this GPU and checkpoint. Arms of two runs differ by the host and by what else it did; without such a
+    commit, none."""
+    arms: dict[tuple[Any, ...], set[str]] = {}
+    steps: dict[tuple[Any, ...], dict[str, list[Row]]] = {}
     for row in rows:
-        commits = places.setdefault((row["gpu"], row["checkpoint"]), {})
+        arms.setdefault(_step(row)[:2], set()).add(row["arm"])
+        commits = steps.setdefault(_step(row), {})
         commits[row["commit"]] = [*commits.pop(row["commit"], []), row]  # the last written comes last
     found = []
-    for commits in places.values():
-        arms = {row["arm"] for run in commits.values() for row in run}
-        whole = [run for run in commits.values() if {row["arm"] for row in run} == arms]
+    for step, commits in steps.items():
+        whole = [run for run in commits.values() if {row["arm"] for row in run} == arms[step[:2]]]
         found += whole[-1] if whole else []
     return latest(found, STEP_IDENTITY)
 
 
 def alone(rows: Sequence[Row]) -> list[Row]:
-    """Of step rows, the latest that are newer than those of ``beside``, of arms that were measured without another."""
+    """Of step rows, the latest that were written after those of ``beside`` of their step: arms without another."""
     shown = beside(rows)
-    newest = {(row["gpu"], row["checkpoint"]): row["time"] for row in sorted(shown, key=lambda row: str(row["time"]))}
-    newer = [row for row in rows if row["time"] > newest.get((row["gpu"], row["checkpoint"]), "")]
-    return [row for row in latest(newer, STEP_IDENTITY) if row not in shown]
+    last = {_step(row): number for number, row in enumerate(rows) if row in shown}
+    return latest((row for number, row in enumerate(rows) if number > last.get(_step(row), -1)), STEP_IDENTITY)
+
+
+def _step(row: Row) -> tuple[Any, ...]:
+    return tuple(row[key] for key in STEP_IDENTITY[:4])
 
 
 def read_all(results: Path, name: str) -> list[Row]:

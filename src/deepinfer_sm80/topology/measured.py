@@ -42,7 +42,7 @@ class Measured:
     @property
     def layout(self) -> Layout:
         config = preset(self.checkpoint)
-        split = halves(config) if self.pp == 2 else (config.num_hidden_layers,)
+        split = (config.num_hidden_layers,) if self.pp == 1 else halves(config)
         return Layout(split, (self.tp,) * self.pp, ep=self.ep)
 
     @property
