@@ -365,8 +365,8 @@ def _links(results: dict[str, Any]) -> list[str]:
     lines += [
         "",
         f"Constants for the planner: an all-reduce {reduced['latency_us']} us and {reduced['gb_s']} GB/s, the hosts of",
-        f"a hop {hop['latency_us']} us. In a round trip bytes run while the hosts prepare the way back; the planner adds",
-        "a hop's bytes in full, at the link's GB/s.",
+        f"a hop {hop['latency_us']} us. In a round trip bytes run while the hosts prepare the way back; the planner",
+        "adds a hop's bytes in full, at the link's GB/s.",
     ]
     return lines
 
