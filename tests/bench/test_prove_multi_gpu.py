@@ -1,5 +1,6 @@
 """The several-GPU proof: its comparison, its cut and its page, on a CPU and without vLLM."""
 
+import contextlib
 import importlib
 import importlib.util
 import json
@@ -275,6 +276,8 @@ def test_constants_follow_from_the_times_of_few_and_many_rows(links):
     assert slow == {"1": 12.0, "2048": 111.0}
     found = links.fitted(slow, 10_240)
     assert found == {"latency_us": 12.0, "gb_s": round(2047 * 10_240 / 99.0e-6 / 1e9, 1)}
+    between = {"1": 12.0, "64": 1.0, "512": 2.0, "2048": 111.0, "8": 3.0}
+    assert links.fitted(between, 10_240) == found, "by number, not by digits"
     with pytest.raises(AssertionError, match="2048 rows took no longer than 1"):
         links.fitted({"1": 12.0, "2048": 12.0}, 10_240)
 
@@ -316,24 +319,64 @@ def test_the_links_are_asked_of_both_ranks_and_stand_on_the_page(proof, links, m
 
 
 class Group:
-    """Two ranks' group, seen by the first: what is sent comes back."""
+    """Two ranks' group, seen by one: what is sent comes back, and ``order`` tells what was called."""
+
+    def __init__(self):
+        self.value, self.order = {"hidden_states": torch.ones(1, 4)}, []
 
     def send_tensor_dict(self, value):
         self.value = value
+        self.order.append("send")
 
     def recv_tensor_dict(self):
+        self.order.append("receive")
         return self.value
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_hop_is_half_of_a_round_trip(links, monkeypatch, rank):
-    group, clock = Group(), iter(range(10_000))
-    group.value = {"hidden_states": torch.ones(1, 4)}
-    state = types.SimpleNamespace(get_tp_group=lambda: group)
+def in_place_of_vllm(monkeypatch, **functions):
+    state = types.SimpleNamespace(**functions)
     for name in ("vllm", "vllm.distributed", "vllm.distributed.parallel_state"):
         monkeypatch.setitem(sys.modules, name, state)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(links.time, "perf_counter", lambda: 1e-6 * next(clock))
+
+
+@pytest.mark.parametrize(("rank", "order"), [(0, ["send", "receive"]), (1, ["receive", "send"])])
+def test_a_hop_is_half_of_the_median_round_trip(links, monkeypatch, rank, order):
+    """Round trips take 100 and 90 us before those that count: 1, 2, ... 20 us, which come mixed."""
+    group, counted = Group(), [(7 * number) % links.ROUNDS + 1 for number in range(links.ROUNDS)]
+    clock = iter([at for took in 2 * [100, 90, *counted] for at in (0.0, 1e-6 * took)])
+    in_place_of_vllm(monkeypatch, get_tp_group=lambda: group)
+    monkeypatch.setattr(links.time, "perf_counter", lambda: next(clock))
     found = links.hops(types.SimpleNamespace(rank=rank, device="cpu"), 8, (1, 3))
-    assert found == {"1": 0.5, "3": 0.5}
+    assert found == {"1": 5.5, "3": 5.5}
     assert group.value["hidden_states"].shape == ((3, 4) if rank == 0 else (1, 4))
+    assert group.order == order * 2 * (links.ROUNDS + 2)
+
+
+@pytest.mark.parametrize("wrong", [None, 1, "one element"])
+def test_an_all_reduce_is_its_share_of_the_fastest_replay(links, monkeypatch, wrong):
+    calls, took = [], iter([9.0, 4.0, *[5.0] * (links.REPLAYS - 2)] * 2)
+
+    def reduce(value):
+        calls.append(tuple(value.shape))
+        summed = value * 2
+        if wrong and len(calls) == 5:  # the second in the graph, after three outside
+            summed.view(-1)[: 1 if wrong == "one element" else None] = 1
+        return summed
+
+    @contextlib.contextmanager
+    def nothing(*_, **__):
+        yield types.SimpleNamespace(stream=None)
+
+    event = types.SimpleNamespace(record=lambda: None, elapsed_time=lambda end: next(took))
+    in_place_of_vllm(monkeypatch, tensor_model_parallel_all_reduce=reduce, graph_capture=nothing)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: types.SimpleNamespace(replay=lambda: None))
+    monkeypatch.setattr(torch.cuda, "graph", nothing)
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: event)
+    worker = types.SimpleNamespace(device="cpu")
+    if wrong:
+        with pytest.raises(AssertionError, match="not 2 everywhere, at 2 rows"):
+            links.all_reduces(worker, 8, (2, 3))
+        return
+    assert links.all_reduces(worker, 8, (2, 3)) == {"2": 200.0, "3": 200.0}
+    assert calls == [(rows, 8) for rows in (2, 3) for _ in range(3 + links.CALLS)]
