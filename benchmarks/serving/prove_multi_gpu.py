@@ -191,13 +191,13 @@ def planned(name: str, config: ModelConfig, gpu: str) -> dict[str, float]:
     """What the planner expects of a timed layout on cards ``gpu``: milliseconds of a decode step of one request and
     of a chunk of a 64K prompt, and the bytes of a token that a hop carries."""
     from deepinfer_sm80.topology.cluster import cluster
-    from deepinfer_sm80.topology.cuts import even_split, halves
+    from deepinfer_sm80.topology.cuts import halves
     from deepinfer_sm80.topology.footprint import weights
     from deepinfer_sm80.topology.layout import Layout, Setting
     from deepinfer_sm80.topology.roofline import PROMPT, estimate, hop_bytes
 
     options, (tp, pp) = LAYOUTS[TIMED[name]], ways(name)
-    layers = even_split(config.num_hidden_layers, pp) if pp == 1 else halves(config)
+    layers = (config.num_hidden_layers,) if pp == 1 else halves(config)
     layout = Layout(layers, (tp,) * pp, ep=tp if options.get("enable_expert_parallel") else 1)
     setting = Setting(context=2048, streams=1, speculation=0)
     found = estimate(weights(config), layout, setting, cluster(f"{tp * pp}x{gpu}", link="nvlink"), PROMPT)

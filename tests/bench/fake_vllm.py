@@ -5,6 +5,7 @@ python fake_vllm.py MODEL --host HOST --port PORT [--fault NAME] [flags of vllm 
 
 import argparse
 import json
+import os
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -150,10 +151,11 @@ def main():
     parser.add_argument("--host", required=True)
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--fault", choices=FAULTS, default="")
-    args, _ = parser.parse_known_args()
+    args, more = parser.parse_known_args()
     Handler.fault = args.fault
     Handler.open.set()
-    sys.stdout.write(f"serving {args.model}\n")
+    mode = os.environ.get("VLLM_SERVER_DEV_MODE", "")
+    sys.stdout.write(f"serving {args.model} with {' '.join(more)}, VLLM_SERVER_DEV_MODE={mode}\n")
     sys.stdout.flush()
     ThreadingHTTPServer((args.host, args.port), Handler).serve_forever()
 

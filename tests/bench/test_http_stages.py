@@ -134,6 +134,15 @@ def test_requests_wait_in_their_order(stages, monkeypatch):
     assert said == ["http://here/pause?mode=keep", 3, 1, 2, "http://here/resume"]
 
 
+def test_requests_are_let_arrive_one_after_the_other(stages, monkeypatch):
+    client = Paused()
+    monkeypatch.setattr(stages.ask, "time", types.SimpleNamespace(sleep=client.said.append))
+    stages.ask.in_order(client, lambda item: client.open.wait(10), [1, 2, 3])
+    apart, arrived = stages.ask.APART_S, stages.ask.ARRIVED_S
+    assert client.said == ["pause?mode=keep", apart, apart, apart, arrived, "resume"]
+    assert min(apart, arrived) > 0
+
+
 class Paused:
     """A client of a server that is paused and resumed; ``open`` tells whether requests pass."""
 
@@ -316,6 +325,9 @@ def test_the_three_stages_one_after_the_other(stages, tmp_path, monkeypatch):
         list(stages.ask.FLAGS),
         openai.__version__,
     )
+    log = (tmp_path / "http-server.log").read_text()
+    assert "--max-num-batched-tokens=2048 --max-num-seqs=256 --kv-cache-memory-bytes=2" in log
+    assert "VLLM_SERVER_DEV_MODE=1\n" in log
     results(tmp_path)
     compared = stages.http_compare(tmp_path, tmp_path)
     assert compared["ok"], compared

@@ -3,6 +3,7 @@
 import argparse
 import importlib.util
 import json
+import re
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -224,8 +225,13 @@ def test_each_step_is_of_the_last_commit_that_has_every_arm_of_it(monkeypatch):
     ]
     assert rows.alone([*older, *newer, *apart]) == apart
     assert rows.alone([*apart, *older, *newer]) == [], "what is older than the arms beside one another is not shown"
-    wider = step_row("kernels", "ddd", 4, context=2048)
-    assert rows.beside([*newer, wider]) == newer, "another context is another step"
+    wider = [step_row(arm, "ddd", 4, context=2048) for arm in ("kernels", "stock")]
+    found = rows.beside([*newer, *wider])
+    assert sorted(found, key=lambda row: row["context"]) == [*newer, *wider], "another context is another step"
+    once_more = step_row("kernels", "aaa", 5)
+    found = rows.beside([*older, *newer, once_more])
+    assert [row["commit"] for row in found if row["step"] == "decode-1"] == ["aaa", "aaa"]
+    assert once_more in found, "the commit that was written last"
 
 
 def test_a_page_without_two_arms_of_one_commit_shows_each_alone(monkeypatch):
@@ -241,6 +247,21 @@ def test_a_page_without_two_arms_of_one_commit_shows_each_alone(monkeypatch):
     assert "## a GPU, checkpoint `toy` (8 layers)\n\nCommit bbb, an arm without the other" in first
     assert first.count("| kernels |") == second.count("| kernels |") + 1 == 1
     assert second.count("| stock |") == 2
+
+
+def test_the_page_parts_gpus_and_checkpoints(monkeypatch):
+    module = load("step", monkeypatch)
+    measured = []
+    for number, place in enumerate(({}, {"checkpoint": "layer"}, {"gpu": "another"})):
+        measured += [step_row(arm, "aaa", 1, ms=3.0 + number, **place) for arm in ("kernels", "stock")]
+        measured.append(step_row("kernels", "bbb", 2, ms=6.0 + number, **place))
+    _, *parts = module.page(measured).split("\n## ")
+    shown = {part.split(" (")[0]: re.findall(r"\| sm80 \| (\S+) \|", part) for part in parts}
+    assert shown == {
+        "a GPU, checkpoint `toy`": ["3.00", "3.00", "6.00"],
+        "a GPU, checkpoint `layer`": ["4.00", "4.00", "7.00"],
+        "another, checkpoint `toy`": ["5.00", "5.00", "8.00"],
+    }
 
 
 def test_each_arm_has_its_environment(monkeypatch):
