@@ -121,7 +121,7 @@ def test_what_the_planner_says_never_ran_is_a_limit(blocks, monkeypatch):
 
 def test_the_serve_commands_are_those_that_plan_prints(blocks, capsys):
     commands = re.findall(
-        r"```\n(vllm serve .*?)\n```", README.partition("<!-- serve")[2].partition("<!-- end")[0], re.S
+        r"```\n((?:\w+=\S+ )?vllm serve .*?)\n```", README.partition("<!-- serve")[2].partition("<!-- end")[0], re.S
     )
     assert len(commands) == len(blocks.MACHINES)
     for (_, gpus), command in zip(blocks.MACHINES, commands, strict=True):
