@@ -63,8 +63,11 @@ class Handler(BaseHTTPRequestHandler):
             (self.open.set if self.path == "/resume" or self.fault == "no-pause" else self.open.clear)()
             self.send({})
             return
+        held = not self.open.is_set()
         assert self.open.wait(10)
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.fault != "no-pause":
+            assert held == (body.get("cache_salt") in ("together", "chat"))  # broken, it is answered with nothing
         {"/v1/completions": self.completions, "/v1/chat/completions": self.chat}[self.path](body)
 
     def completions(self, body):

@@ -248,6 +248,15 @@ def test_the_comparison_reads_what_the_stages_saved(stages, tmp_path):
     }
 
 
+@pytest.mark.parametrize("kind", ["alone", "together", "arriving", "chat", "streamed"])
+def test_only_those_that_arrive_meanwhile_may_part_at_a_tie(stages, tmp_path, kind):
+    values = {kind: [run_of([4, 5], 0.001)] for kind in stages.KINDS}
+    (tmp_path / "in-process.values").write_text(json.dumps(values))
+    (tmp_path / "http.values").write_text(json.dumps({**values, kind: [run_of([4, 6], 0.001)]}))
+    results(tmp_path)
+    assert stages.http_compare(Path("tiny"), tmp_path)["ok"] == (kind == "arriving")
+
+
 def test_white_space_is_biased_against_and_nothing_else(stages):
     texts = {0: "", 1: " ", 2: "\n\t", 3: " a"}
     assert stages.ask.whitespace_bias(lambda ids: texts[ids[0]], 4) == {"1": -100.0, "2": -100.0}
@@ -277,15 +286,15 @@ class Engine:
         self.llm = types.SimpleNamespace(reset_prefix_cache=lambda: None, chat=self.chat)
 
     def generate(self, prompts, tokens, logprobs):
-        return [self.output(prompt, tokens) for prompt in prompts]
+        return [self.output(prompt, tokens, second=-2.0 - len(prompts)) for prompt in prompts]
 
     def chat(self, conversations, params, *, chat_template_kwargs, use_tqdm):
         assert chat_template_kwargs == {"thinking": False}
         return [self.output([len(str(messages))], params["max_tokens"]) for messages in conversations]
 
-    def output(self, prompt, count):
+    def output(self, prompt, count, second=-2.0):
         tokens = fake_vllm.tokens_of(prompt, count)
-        steps = [{t: types.SimpleNamespace(logprob=-1.0), t + 1: types.SimpleNamespace(logprob=-2.0)} for t in tokens]
+        steps = [{t: types.SimpleNamespace(logprob=-1.0), t + 1: types.SimpleNamespace(logprob=second)} for t in tokens]
         completion = types.SimpleNamespace(token_ids=tokens, logprobs=steps)
         return types.SimpleNamespace(prompt_token_ids=prompt, outputs=[completion])
 
@@ -316,6 +325,14 @@ def test_the_three_stages_one_after_the_other(stages, tmp_path, monkeypatch):
     monkeypatch.setattr("deepinfer_sm80.model.prose.prompts", lambda encode: PROMPTS)
     (tmp_path / "tokenizer.json").write_text(json.dumps(installed_tokenizer()))
     assert stages.in_process(tmp_path, tmp_path)["facts"] == {"requests": 24}
+    saved = json.loads((tmp_path / "in-process.values").read_text())
+    assert {kind: saved[kind][0]["top"][0][1][1] for kind in stages.KINDS} == {
+        "alone": -3.0,
+        "together": -10.0,
+        "arriving": -10.0,
+        "chat": -2.0,
+        "streamed": -3.0,
+    }, "eight at once are compared with eight at once"
     with pytest.raises(AssertionError, match=r"not installed: outlines_core\. Install them"):
         stages.http(tmp_path, tmp_path)
     lacking.clear()
