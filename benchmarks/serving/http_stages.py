@@ -108,7 +108,7 @@ def everything(url: str, prompts: list[list[int]], bias: dict[str, float]) -> tu
         "streamed_pieces": values["streamed"][0]["pieces"],
         "tool": json.dumps(tool["arguments"]),
         "reasoning_characters": len(thought["reasoning"]),
-        "structured": " ".join(" ".join(text.split()) for text in grammar.values()),
+        "structured": ", ".join(f"by {kind}: {' '.join(text.split())}" for kind, text in grammar.items()),
         "image": refused[:40],
         "long_tokens": len(generated["tokens"]),
         "long_lowest_logprob": round(min(generated["logprobs"]), 2),

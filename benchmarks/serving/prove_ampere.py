@@ -33,6 +33,7 @@ from running import (  # noqa: E402
     failure,
     require_checkpoint,
     require_engine,
+    require_results,
     run_process,
     said,
     summary,
@@ -179,6 +180,8 @@ def main() -> int:
     parser.add_argument("--report", action="store_true")
     args = parser.parse_args()
     args.out = args.out.resolve()
+    if args.report and not args.stage:
+        require_results(parser, args.out, STAGES)
     needs.folder(parser, "--out", args.out)
     args.out.mkdir(parents=True, exist_ok=True)
     args.model = args.model or args.out / args.preset

@@ -34,6 +34,7 @@ from running import (  # noqa: E402
     failure,
     require_checkpoint,
     require_engine,
+    require_results,
     run_process,
     said,
 )
@@ -434,11 +435,12 @@ def main() -> int:
     parser.add_argument("--tail", type=int, default=25, help="log lines shown of a failed stage")
     parser.add_argument("--report", action="store_true")
     args = parser.parse_args()
-    needs.folder(parser, "--out", args.out)
-    args.out.mkdir(parents=True, exist_ok=True)
     if args.report:
+        require_results(parser, args.out, STAGES)
         print(report(args.out), end="")
         return 0
+    needs.folder(parser, "--out", args.out)
+    args.out.mkdir(parents=True, exist_ok=True)
     if args.inside:
         inside(args.inside, args)
         return 0

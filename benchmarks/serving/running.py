@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import argparse
     import pathlib
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
 LIMIT_S = 540
 VLLM = "0.33.0"
@@ -38,6 +38,12 @@ def require_checkpoint(parser: argparse.ArgumentParser, model: pathlib.Path | No
         parser.error(
             f"--model must be the folder of a checkpoint, found {found}: write one with deepinfer-sm80 make-checkpoint"
         )
+
+
+def require_results(parser: argparse.ArgumentParser, out: pathlib.Path, stages: Iterable[str]) -> None:
+    """End the script with a sentence where a page is asked of a folder without a stage's result."""
+    if not any((out / f"{name}.json").is_file() for name in stages):
+        parser.error(f"--report needs a folder with results, found none in {out}: run stages first, or name another")
 
 
 @functools.cache

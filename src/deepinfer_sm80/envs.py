@@ -77,13 +77,18 @@ VARIABLES: tuple[Switch | Names, ...] = (*SWITCHES, DEEPINFER_PYTORCH_OPERATORS)
 PREFIX = "DEEPINFER_"
 
 
+def check() -> None:
+    """Raises EnvironmentValueError for the first variable that is set to what it cannot be."""
+    for variable in VARIABLES:
+        variable()
+
+
 def fault() -> str | None:
     """The sentence about the first variable that is set to what it cannot be, None where there is none."""
-    for variable in VARIABLES:
-        try:
-            variable()
-        except EnvironmentValueError as error:
-            return str(error)
+    try:
+        check()
+    except EnvironmentValueError as error:
+        return str(error)
     return None
 
 

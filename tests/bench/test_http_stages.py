@@ -69,7 +69,7 @@ def test_everything_is_asked_and_the_server_is_gone_afterwards(stages, tmp_path,
     assert values["streamed"][0]["tokens"] == values["alone"][stages.STREAMED]["tokens"]
     assert facts["long_tokens"] == 8192
     assert facts["tool"] == '{"quay": "north", "boats": 2}'
-    assert facts["structured"] == '{"quay": "north", "boats": 2} ebb quay-042'
+    assert facts["structured"] == 'by json: {"quay": "north", "boats": 2}, by choice: ebb, by regex: quay-042'
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 import argparse
 import importlib.util
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -27,6 +29,16 @@ def running():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.mark.parametrize("script", ["prove_multi_gpu", "prove_ampere"])
+def test_a_page_of_a_folder_without_results_is_refused_and_no_folder_is_made(script, tmp_path):
+    place = tmp_path / "nowhere"
+    command = [sys.executable, str(PLACE.with_name(f"{script}.py")), "--report", "--out", str(place)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"--report needs a folder with results, found none in {place}" in done.stderr
+    assert not place.exists()
 
 
 def test_results_are_kept_and_judged(running, tmp_path, capsys):

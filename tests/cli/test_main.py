@@ -147,6 +147,33 @@ def test_env_shows_values_in_force(monkeypatch, capsys):
     assert "DEEPINFER_FORCE must be 0 or 1, got 'on'" in capsys.readouterr().err
 
 
+def test_env_warns_of_a_variable_that_nothing_reads(monkeypatch, capsys):
+    monkeypatch.setenv("DEEPINFER_TYPO", "1")
+    assert cli.main(["env"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("warning: unknown variable DEEPINFER_TYPO; known are ")
+
+
+@pytest.mark.parametrize(
+    ("command", "module"),
+    [
+        (["demo"], "demo"),
+        (["verify"], "verify"),
+        (["sensitivity", "tiny"], "sensitivity"),
+        (["bench", "mhc"], "bench"),
+        (["ops"], None),
+        (["doctor"], None),
+    ],
+)
+def test_a_variable_with_an_impossible_value_stops_what_runs_operators(monkeypatch, capsys, command, module):
+    ran = []
+    for name in ("demo", "verify", "sensitivity", "bench", "ops", "doctor"):
+        monkeypatch.setattr(f"deepinfer_sm80.cli.{name}.run", lambda args: ran.append(args.command) or 0)
+    monkeypatch.setenv("DEEPINFER_PYTORCH_OPERATORS", "foo")
+    assert cli.main(command) == (2 if module else 0)
+    assert ran == ([] if module else command)
+    assert ("DEEPINFER_PYTORCH_OPERATORS" in capsys.readouterr().err) is bool(module)
+
+
 def test_run_gets_the_parsed_arguments(monkeypatch):
     seen = SimpleNamespace(args=None)
     monkeypatch.setattr("deepinfer_sm80.cli.demo.run", lambda args: setattr(seen, "args", args) or 0)

@@ -191,6 +191,16 @@ def no_checkpoint(case):
     return case.command("sensitivity", case.folder / "nowhere")
 
 
+def empty_folder(case):
+    (case.folder / "nothing").mkdir()
+    return case.command("sensitivity", case.folder / "nothing")
+
+
+def a_file(case):
+    (case.folder / "model.bin").touch()
+    return case.command("sensitivity", case.folder / "model.bin")
+
+
 def shard_cut_off(case):
     folder = case.checkpoint()
     (shard,) = folder.glob("*.safetensors")
@@ -374,7 +384,9 @@ MISTAKES = (
     ),
     Mistake("no config.json", no_config, ("Checkpoint", "config.json", "there is no", "Download it again")),
     Mistake("config.json cut off", config_cut_off, ("config.json", "JSON", "line 1", "Download it again")),
-    Mistake("no checkpoint", no_checkpoint, ("nowhere", "*.safetensors", "there are no", "make-checkpoint")),
+    Mistake("no checkpoint", no_checkpoint, ("nowhere", "*.safetensors", "no such directory", "make-checkpoint")),
+    Mistake("an empty directory", empty_folder, ("nothing", "*.safetensors", "files here. ", "make-checkpoint")),
+    Mistake("a file, not a directory", a_file, ("model.bin", "*.safetensors", "it is a file", "make-checkpoint")),
     Mistake("a shard cut off", shard_cut_off, ("safetensors", "bytes", "", "Download")),
     Mistake("no torch", no_torch, ("demo", "torch", "not installed", "pip install torch")),
     Mistake(

@@ -15,7 +15,7 @@ import threading
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from deepinfer_sm80 import __version__
+from deepinfer_sm80 import __version__, envs
 from deepinfer_sm80.cli import needs
 from deepinfer_sm80.errors import DeepInferError
 
@@ -34,6 +34,7 @@ COMMANDS: dict[str, str] = {
     "sensitivity": "sensitivity",
     "bench": "bench",
 }
+OPERATING = ("demo", "verify", "sensitivity", "bench")  # a variable that is wrong stops them, as it stops the plugin
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,6 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser(modules.values()).parse_args(argv)
     try:
         with _signals_clean_up():
+            if args.command in OPERATING:
+                envs.check()
             code: int = modules[args.command].run(args)
             sys.stdout.flush()
     except DeepInferError as error:

@@ -33,6 +33,8 @@ def run(args: argparse.Namespace) -> int:
     width = max(len(v.name) for v in envs.VARIABLES)
     for variable in envs.VARIABLES:
         print(f"{variable.name:{width}}  {envs.in_force(variable)}  {variable.meaning}")
+    if unknown := envs.unknown():
+        print(f"warning: {unknown}")
     return 0
 
 

@@ -142,7 +142,8 @@ def _locate(directory: Path) -> dict[str, tuple[Path, safetensors_file.Entry, in
     files = sorted(directory.glob("*.safetensors"))
     if not files:
         remedy = "Name a directory with a downloaded checkpoint, or one made by: deepinfer-sm80 make-checkpoint"
-        raise CheckpointError(path=directory, problem="there are no *.safetensors files here", remedy=remedy)
+        why = "" if directory.is_dir() else ": it is a file" if directory.is_file() else ": there is no such directory"
+        raise CheckpointError(path=directory, problem=f"there are no *.safetensors files here{why}", remedy=remedy)
     index = directory / INDEX
     listed = _weight_map(index) if index.exists() else None
     named = {file.name for file in files} if listed is None else set(listed.values())

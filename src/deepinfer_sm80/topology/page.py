@@ -245,7 +245,8 @@ def _measured() -> str:
     return (
         "## Estimated against measured\n\nWhole layouts that were timed ([multi-gpu.md](multi-gpu.md)), in "
         "milliseconds: a decode step of one request, and a prompt of 2,048 tokens, which the formulas take for a chunk "
-        f"of a 64K prompt. {'Rows' if ampere else 'No row is of an Ampere GPU yet; rows'} of a card stand in its "
+        "of a 64K prompt. The estimates are of today's constants; those of the day of a run stand in that page. "
+        f"{'Rows' if ampere else 'No row is of an Ampere GPU yet; rows'} of a card stand in its "
         "plans.\n\n"
         + _table(head, rows)
         + "\nThe formulas found every one of these steps too short and every prompt too long, and TP2 faster than "
