@@ -7,9 +7,9 @@
 Every stage is a process that starts an engine, takes prompt log-probabilities and greedy tokens, and writes
 OUT/NAME.json; ``compare`` judges each layout against ``tp1``. --together starts the layouts at once, each with a
 fixed KV cache of 2 GiB; the times come after them, one after the other. Without --stage all are run that the GPUs here
-are enough for. On GPUs that are not compute capability 8.x,
---capability 8.0 and the test aid ``ampere_disguise`` (PYTHONPATH) are needed. NVLink multicast stays off: its users
-are switched off here, and the variables that forbid it are passed on as they are.
+are enough for. On GPUs that are not compute capability 8.x, --capability 8.0 and the test aid ``ampere_disguise``
+(PYTHONPATH) are needed. NVLink multicast stays off: its users are switched off here, and the variables that forbid it
+are passed on as they are.
 """
 
 from __future__ import annotations
@@ -57,9 +57,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2-pp2": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
     "tp2-pp2-eager": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "enforce_eager": True},
 }
-TIMED = {
-    f"{name}-times": name for name in ("tp1", "tp2", "tp2-ep", "tp2-ring", "pp2", "tp2-pp2")
-}  # alone, never together
+TIMED = {f"{name}-times": name for name in ("tp1", "tp2", "tp2-ep", "tp2-ring", "pp2", "tp2-pp2")}
 CARDS = {"NVIDIA H200": "H200:141GB:4800GB/s:989TFLOPS"}  # as the planner takes a card it does not know
 RANKS_PROMPT = 1500  # tokens of the prompt whose chosen rows and hand-overs every rank notes
 ENVIRONMENT = {"tp2-ring": {"NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}}
@@ -70,7 +68,8 @@ EVERYWHERE = {
     "NCCL_NVLS_ENABLE": "0",
 }
 LINKS = "links"
-STAGES = (*LAYOUTS, *TIMED, LINKS, "compare")
+ALONE = (*TIMED, LINKS)  # one after the other, never together
+STAGES = (*LAYOUTS, *ALONE, "compare")
 TOP = 5  # log-probabilities kept of each greedy step: more than two may tie
 JUDGED = "how far one GPU's best led the token that was taken"
 VALUES = ("prompt_logprobs", "top")  # what ``compare`` needs and nobody reads: in OUT/NAME.values
@@ -93,7 +92,7 @@ def run_stage(name: str, args: argparse.Namespace) -> int:
     environment = {**os.environ, **EVERYWHERE, **ENVIRONMENT.get(TIMED.get(name, name), {})}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE), environment.get("PYTHONPATH")]))
     environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # ranks.py asks the workers
-    if name in TIMED or name == LINKS:
+    if name in ALONE:
         environment.pop("PROVE_SHARED_GPU", None)
     if args.capability:
         environment["AMPERE_DISGUISE"] = args.capability
@@ -461,7 +460,7 @@ def main() -> int:
         os.environ["PROVE_SHARED_GPU"] = "1"
     with ThreadPoolExecutor(len(LAYOUTS) if args.together else 1) as pool:
         failed = sum(pool.map(lambda name: run_stage(name, args), [n for n in names if n in LAYOUTS]))
-    failed += sum(run_stage(name, args) for name in names if name in TIMED or name == LINKS)
+    failed += sum(run_stage(name, args) for name in names if name in ALONE)
     if "compare" in names:
         failed += run_stage("compare", args)
     return min(failed, 1)

@@ -1,8 +1,8 @@
 """The command ``deepinfer-sm80``. Each subcommand is a module here with ``add_parser(subparsers)`` and ``run(args)``.
 
-Exit codes: 0 yes, 1 no (``doctor``: would not serve; ``demo``, ``verify``: an operator disagrees; ``plan``: nothing
-fits; ``sensitivity``: a component goes unnoticed; ``bench``: slower than the baseline), 2 an error in what was asked,
-128 + N ended by signal N.
+Exit codes: 0 yes, 1 no (``doctor``: would not serve; ``demo``, ``verify``: an operator disagrees; ``plan``: vLLM serves
+no layout that holds what was asked for; ``sensitivity``: a component goes unnoticed; ``bench``: slower than the
+baseline), 2 an error in what was asked, 128 + N ended by signal N.
 """
 
 from __future__ import annotations

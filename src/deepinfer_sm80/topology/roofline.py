@@ -24,9 +24,7 @@ if TYPE_CHECKING:
 PREFILL_SHARE = 0.1032  # of the card's TFLOP/s: chosen so that the published 4,507 tok/s come out (published.py)
 BANDWIDTH_SHARE = 0.7  # of the data sheet's bandwidth, assumed
 LAYER_OVERHEAD = 60e-6  # seconds a layer's small kernels take beside its weights, assumed
-HAND_OVER = (
-    516e-6  # seconds a hop takes the hosts of its two stages: measured between two NVIDIA H200 (docs/multi-gpu.md)
-)
+HAND_OVER = 516e-6  # seconds a hop takes its stages' hosts, measured between two NVIDIA H200 (docs/multi-gpu.md)
 PROMPT = 65_536
 FORMULAS = (
     "decode step = passes x [sum over stages of (weights + cache read) / (GB/s x its share)",
